@@ -40,19 +40,18 @@ train: setup  ## Train on the digits with compressed gradients
 	$(BIN)/gradwire demo $(ARGS)
 
 # Four parts run beside each other, so that both cores have work while one part waits. Those that mostly compute in one
-# process have low priority; the two others start ranks and commands. Tests that watch a clock come last, beside those of
-# network hosts, which mostly wait.
-CLOCKS := $(addprefix tests/,comm/test_throttled.py gossip/test_elastic.py gossip/test_peers.py local/test_elastic.py \
-	perf_model/test_auto.py perf_model/test_probe.py test_spawn.py)
+# process have low priority; the two others start ranks and commands. Tests that watch a clock come last. They mostly wait,
+# so three parts of them run beside each other.
+CLOCKS := $(addprefix tests/,perf_model/test_auto.py perf_model/test_probe.py test_spawn.py)
+PEERS := $(addprefix tests/,comm/test_throttled.py gossip/test_elastic.py gossip/test_peers.py local/test_elastic.py)
 HOSTS := $(addprefix tests/network/test_,hosts.py lost_host.py)
-LAST := $(addprefix --ignore=,$(CLOCKS) $(HOSTS))
-KERNEL_TESTS := $(addprefix tests/,bench comm core kernels network perf_model topology cli/test_sentences.py)
-METHOD_TESTS := $(addprefix tests/,codecs engine laws optim/test_adamw.py optim/test_adaptive_methods.py) \
+LAST := $(addprefix --ignore=,$(CLOCKS) $(PEERS) $(HOSTS))
+KERNEL_TESTS := $(addprefix tests/,bench comm core engine kernels network perf_model topology cli/test_sentences.py)
+METHOD_TESTS := $(addprefix tests/,codecs laws optim/test_adamw.py optim/test_adaptive_methods.py) \
 	$(patsubst %,tests/gossip/test_%.py,consensus equalities gamma stack state study) \
 	$(patsubst %,tests/local/test_%.py,handle rounds)
 RANK_TESTS := $(addprefix tests/,distributed gossip local optim sharded trainers wire test_examples.py)
 PYTEST := $(BIN)/python -m pytest
-PART := $(PYTEST) --timeout 300  # seconds of a test that waits for its turn
 
 test: setup  ## Run the tests
 ifdef ARGS
@@ -61,16 +60,16 @@ else
 	@status=0; logs=$$(mktemp -d); others=; trap 'kill $$others; rm -rf $$logs; exit 130' INT TERM; \
 	beside() { \
 		priority=$$1; shift; log=$$(mktemp $$logs/XXXXXX); \
-		nice -n $$priority $(PART) -p no:cacheprovider $$* >$$log 2>&1 & others="$$others $$!"; \
+		nice -n $$priority $(PYTEST) -p no:cacheprovider $$* >$$log 2>&1 & others="$$others $$!"; \
 	}; \
 	finish() { \
 		for other in $$others; do wait $$other || status=$$?; done; others=; cat $$logs/*; rm $$logs/*; \
 	}; \
 	beside 10 $(KERNEL_TESTS) $(LAST); beside 10 $(METHOD_TESTS) $(LAST); \
 	beside 0 $(RANK_TESTS) $(addprefix --ignore=,$(METHOD_TESTS)) $(LAST); \
-	$(PART) $(addprefix --ignore=,$(KERNEL_TESTS) $(METHOD_TESTS) $(RANK_TESTS)) $(LAST) || status=$$?; finish; \
-	beside 0 $(HOSTS); \
-	$(PART) $(CLOCKS) || status=$$?; finish; \
+	$(PYTEST) $(addprefix --ignore=,$(KERNEL_TESTS) $(METHOD_TESTS) $(RANK_TESTS)) $(LAST) || status=$$?; finish; \
+	beside 0 $(HOSTS); beside 0 $(PEERS); \
+	$(PYTEST) $(CLOCKS) || status=$$?; finish; \
 	rmdir $$logs; exit $$status
 endif
 

@@ -22,6 +22,12 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+# Errors of the protocol where the page that was asked is no longer there.
+REPLACED = (
+    "Inspected target navigated or closed",
+    "Execution context was destroyed.",
+    "Cannot find default execution context",
+)
 CONSOLE_EVENTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 
@@ -43,6 +49,11 @@ class Tab:
 
     def call(self, method: str, **parameters: Any) -> Any:
         """The browser's answer to a command."""
+        message = self._answer(method, parameters)
+        assert "error" not in message, f"{method}: {message['error']}"
+        return message["result"]
+
+    def _answer(self, method: str, parameters: dict[str, Any]) -> Any:
         self._count += 1
         session = {"sessionId": self._session} if self._session else {}
         command = {"id": self._count, "method": method, "params": parameters, **session}
@@ -50,8 +61,7 @@ class Tab:
         while True:
             message = self._message()
             if message.get("id") == self._count:
-                assert "error" not in message, f"{method}: {message['error']}"
-                return message["result"]
+                return message
 
     def look(self, width: int, dark: bool) -> Self:
         """Take a window of this width, and a system that is light or dark."""
@@ -61,8 +71,11 @@ class Tab:
         return self
 
     def evaluate(self, expression: str) -> Any:
-        """The value of JavaScript in the page; None where it fails, as while a page is being loaded."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, silent=True)
+        """The value of JavaScript in the page; None where it fails, or where another page takes its place meanwhile."""
+        message = self._answer("Runtime.evaluate", {"expression": expression, "returnByValue": True, "silent": True})
+        if "error" in message and message["error"]["message"] in REPLACED:
+            return None
+        found = message["result"]
         return None if "exceptionDetails" in found else found["result"].get("value")
 
     def until(self, expression: str, seconds: float = 60) -> Any:

@@ -96,7 +96,7 @@ def meet(store: dist.Store, world: int, place: str) -> None:
     """A barrier that stays off the interfaces."""
     if store.add(place, 1) == world:
         store.set(f"{place}, all", "")
-    store.wait([f"{place}, all"], 3 * COLLECTIVE_TIMEOUT)
+    store.wait([f"{place}, all"], COLLECTIVE_TIMEOUT)
 
 
 def read() -> Counters:

@@ -36,7 +36,8 @@ PRELOAD = [
 # The same where tests of these folders run.
 FOLDERS = {"trainers": "tests.trainer_imports", "train": "sklearn.datasets", "gossip": "networkx", "wire": "networkx"}
 LAST = "tests.numba_tables"
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=100)
+LIMIT_SECONDS = 250.0  # for all ranks together; pytest waits a little longer
 
 
 class Answers(dict[str, Any]):
@@ -63,7 +64,7 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 100) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = LIMIT_SECONDS) -> list[Any]:
     """Call ``function(rank, world, *args)`` in every rank of a gloo group.
 
     Args:
@@ -85,7 +86,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
 
 
 def run_cases(
-    function: Callable[..., Any], world: int, cases: Mapping[str, Any], *args: Any, timeout: float = 100
+    function: Callable[..., Any], world: int, cases: Mapping[str, Any], *args: Any, timeout: float = LIMIT_SECONDS
 ) -> Answers:
     """Call ``function(rank, world, case, *args)`` for one case after the other, in one group.
 
@@ -146,7 +147,7 @@ def call_case(rank: int, world: int, case: Callable[..., Any], *args: Any) -> An
 
 
 def cases_fixture(
-    function: Callable[..., Any], worlds: int | Sequence[int], cases: Mapping[str, Any], timeout: float = 100
+    function: Callable[..., Any], worlds: int | Sequence[int], cases: Mapping[str, Any], timeout: float = LIMIT_SECONDS
 ) -> Any:
     """A fixture of a module: `run_cases` with those cases that are parameters of its selected tests."""
 

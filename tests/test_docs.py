@@ -131,6 +131,18 @@ def test_readme_lists_the_names_of_a_spec() -> None:
     assert ours(*TRAINING_KINDS) <= words
 
 
+def test_the_optimizers_that_the_page_of_adamw_makes_step() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "adamw.md").read_text(), re.MULTILINE | re.DOTALL)
+    (text,) = (block for block in blocks if "torch.optim.Muon" in block)
+    model = torch.nn.Module()
+    model.blocks, model.head = torch.nn.ModuleList([torch.nn.Linear(8, 8)]), torch.nn.Linear(8, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    run_block(text, model=model, loader=[0], gradwire=gradwire, torch=torch)
+    assert all((new != old).any() for new, old in zip(model.parameters(), before, strict=True))
+
+
 # -- what Contributing adds in one file --------------------------------------------------------------------------------
 
 
@@ -141,8 +153,8 @@ def shown(word: str) -> str:
     return str(found)
 
 
-def run_block(text: str) -> None:
-    exec(text, {"__name__": "contributed"})
+def run_block(text: str, **names: object) -> None:
+    exec(text, {"__name__": "contributed", **names})
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def printed(rank: int, world: int, name: str, folder: Path, port: int) -> str:
 @pytest.mark.parametrize("name", RANKS)
 def test_example_in_forked_ranks(name, tmp_path):
     needs(name)
-    ranks = launch(printed, RANKS[name], name, tmp_path, free_port(), backend="", threads=1, limit_seconds=100)
+    ranks = launch(printed, RANKS[name], name, tmp_path, free_port(), backend="", threads=1, limit_seconds=250)
     assert PRINTS[name] in ranks[0]
 
 
@@ -138,7 +138,7 @@ def test_example(name, tmp_path):
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300 if name == "10_ray.py" else 100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert PRINTS[name] in done.stdout

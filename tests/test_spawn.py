@@ -1,11 +1,15 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire_lab import launch
 from spawn import RankError, run_cases, run_ranks
 
 
@@ -27,10 +31,11 @@ def die_in_one(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def hang_in_one(rank: int, world: int, stubborn: bool) -> int:
+def hang_in_one(rank: int, world: int, stubborn: bool, folder: str) -> int:
     if rank == 1:
         if stubborn:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(folder, "hangs").touch()
         time.sleep(1000)
     return rank
 
@@ -39,9 +44,8 @@ def overwrite(rank: int, world: int, x: torch.Tensor) -> torch.Tensor:
     return x.fill_(rank)
 
 
-def pid(rank: int, world: int, path: str) -> None:
-    with open(f"{path}/{rank}", "w") as file:
-        file.write(str(os.getpid()))
+def pid(rank: int, world: int, folder: str) -> None:
+    Path(folder, f"{rank} {os.getpid()}").touch()
     time.sleep(1000)
 
 
@@ -79,12 +83,34 @@ def test_a_death_names_its_rank():
         run_ranks(die_in_one, 2)
 
 
+@pytest.fixture
+def time_is_up(monkeypatch):
+    """Lets the time limit pass when something holds, however long ranks take to start."""
+
+    def when(holds: Callable[[int], bool]) -> None:
+        def limited(pipes, seconds):
+            while not holds(len(pipes)):
+                if ready := wait(pipes, 0.05):
+                    return ready
+            return wait(pipes, seconds)
+
+        monkeypatch.setattr(launch, "wait", limited)
+
+    return when
+
+
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_a_hang_is_killed_at_the_timeout(stubborn):
-    began = time.monotonic()
+def test_a_hang_is_killed_at_the_timeout(stubborn, time_is_up, tmp_path):
+    moments = []
+
+    def hangs(running: int) -> bool:
+        moments.append(time.monotonic())
+        return running == 1 and (tmp_path / "hangs").exists()
+
+    time_is_up(hangs)
     with pytest.raises(TimeoutError, match="from rank 1 of 2"):
-        run_ranks(hang_in_one, 2, stubborn, timeout=2)
-    assert time.monotonic() - began < 10
+        run_ranks(hang_in_one, 2, stubborn, str(tmp_path), timeout=0.1)
+    assert time.monotonic() - moments[-1] < 20
 
 
 def fail_in_case(rank: int, world: int, case: str, log: str) -> str:
@@ -107,19 +133,22 @@ def test_a_case_that_fails_hides_no_other(tmp_path):
     assert (tmp_path / "log").read_text() == "abcde", "every case runs once"
 
 
-def test_no_child_outlives_the_call(tmp_path):
+def test_no_child_outlives_the_call(time_is_up, tmp_path):
+    time_is_up(lambda _: len(list(tmp_path.iterdir())) == 2)
     with pytest.raises(TimeoutError, match="rank 0, 1"):
-        run_ranks(pid, 2, str(tmp_path), timeout=2)
+        run_ranks(pid, 2, str(tmp_path), timeout=0.1)
     for file in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
+            os.kill(int(file.name.split()[1]), 0)
 
 
 def test_ranks_start_fast_once_the_fork_server_is_warm():
     run_ranks(add_up, 1, torch.ones(1))
-    seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy
+    best = float("inf")
+    for _ in range(20):  # the machine may be busy
         began = time.monotonic()
         run_ranks(add_up, 4, torch.ones(1))
-        seconds.append(time.monotonic() - began)
-    assert min(seconds) < 1.5
+        best = min(best, time.monotonic() - began)
+        if best < 1.5:
+            break
+    assert best < 1.5

@@ -8,14 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
+from gradwire_lab.cli.advise import recipe_workload
 from gradwire_lab.perf_model.accuracy_records import AccuracyRecord
+from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.report.load import find, load
 from gradwire_lab.report.run_groups import Group, Task, tasks
+from gradwire_lab.train.recipe import Recipe
 
 
 def collected(folders: Iterable[Path]) -> Iterator[AccuracyRecord]:
     """Every group of finished runs that has a dense baseline."""
-    for task in tasks([load(folder) for folder in find(list(folders))]):
+    runs, empty = find(folders)
+    if empty:
+        raise ValueError(f"there is no run in {', '.join(map(str, empty))}")
+    for task in tasks([load(folder) for folder in runs]):
         for group in task.groups:
             if group.ended and _usual(group) and (record := _compared(task, group)) is not None:
                 yield record
@@ -52,7 +58,16 @@ def _compared(task: Task, group: Group) -> AccuracyRecord | None:
         None if versus.high is None else round(versus.high, 4),
         None if ratio is None else round(ratio, 2),
         task.metric.larger_is_better,
+        kind=_kind(group),
     )
+
+
+def _kind(group: Group) -> str:
+    """Of the model of a recipe, by its tensors. Its data need not be here."""
+    run = group.runs[0]
+    tables = {"data": {"name": run.recipe["data"]["name"]}, "model": run.recipe["model"]}
+    workload = recipe_workload(Recipe.model_validate(tables), run.world)
+    return ModelProfile.of(dict(workload.model.named_parameters())).kind
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ It also draws docs/loss-bits.svg: test loss against the bits that all workers en
 
     python docs/results/headlines.py
 
-It reads the rows of docs/results-tables.md, and of warm-up-h200.jsonl and muon-h200.jsonl beside this file, and needs
-gradwire[report].
+It reads the rows of docs/results-tables.md, and of adamw-h200.jsonl, warm-up-h200.jsonl and muon-h200.jsonl beside this
+file, and needs gradwire[report].
 """
 
 import json
@@ -31,7 +31,13 @@ TUNED = {  # runs of AdamW, each at the best rate and warm-up that were tried, a
 }
 MUON = {  # the same with Muon inside, against dense training with Muon
     ("Muon, keep", 0.003, 450): "Muon, sparseloco(H=1, keep=1.0)",
-    ("Muon, schedule", 0.003, 450): "Muon, sparseloco(H=1), then H=5",
+    ("Muon, schedule from 1,100", 0.003, 450): "Muon, sparseloco(H=1), then H=5",
+}
+SHORT = {  # compiled runs of one seed at a rate of 0.002 and a warm-up of 75 steps: no other was tried for dgc_adam
+    "dense": "dense AdamW, short warm-up",
+    "dgc 0.1 unmasked": "dgc_adam(0.1, start=225)",
+    "dgc 0.01, 225": "dgc_adam(0.01, start=225)",
+    "dgc 0.001, 225": "dgc_adam(0.001, start=225)",
 }
 WANTED = {  # rows of ResNet-9, and what the figure calls them
     "dgc(0.0042, values=sign), batch 256, granularity model, lr 0.2": "dgc(0.0042, values=sign)",
@@ -81,6 +87,19 @@ def adaptive() -> list[dict[str, object]]:
     return rows
 
 
+def short_warm_up() -> list[dict[str, object]]:
+    """Runs with a short warm-up."""
+    files = [DOCS / "results" / name for name in ("adamw-h200.jsonl", "muon-h200.jsonl")]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    short = {"lr": 0.002, "warm_up": None, "compiled": True}
+    runs = [run for run in lines if run["name"] in SHORT and all(run.get(k) == v for k, v in short.items())]
+    assert len(runs) == len(SHORT)
+    return [
+        {"spec": SHORT[run["name"]], "optimizer": "AdamW", "ratio": run["payload_ratio"], "loss": run["test_loss"]}
+        for run in runs
+    ]
+
+
 def _lost(spec: str, runs: list[dict[str, Any]], dense: dict[int, float]) -> dict[str, object]:
     """A row of the figure: percent of loss above dense runs of the same seeds."""
     lost = [100 * (run["test_loss"] / dense[run["seed"]] - 1) for run in runs]
@@ -114,31 +133,42 @@ def figure(rows: list[dict[str, object]], title: str, caption: list[str], axis: 
     )
 
 
-def loss_against_bits(rows: list[dict[str, Any]]) -> altair.LayerChart:
-    """Points of a mean over seeds each; the names of specs stand beside them."""
-    values = [row | {"bits": DENSE / row["ratio"], "name": row["spec"].removeprefix("Muon, ")} for row in rows]
+def loss_against_bits(rows: list[dict[str, Any]], short: list[dict[str, Any]]) -> altair.LayerChart:
+    """Points of a mean over seeds each, and hollow ones with a short warm-up; the names of specs stand beside them."""
+    values = [
+        row | {"bits": DENSE / row["ratio"], "name": row["spec"].removeprefix("Muon, "), "short": row in short}
+        for row in (*rows, *short)
+    ]
     chart = altair.Chart(altair.Data(values=values)).encode(
         altair.X("bits:Q", title="bits that all workers encode for a token, start included")
         .scale(type="log", domain=[150, 1_000_000])
         .axis(values=[300, 1_000, 3_000, 10_000, 30_000, 100_000], format=",d"),
-        altair.Y("loss:Q", title="test loss, nats a byte").scale(domain=[0.985, 1.045]),
+        altair.Y("loss:Q", title="test loss, nats a byte").scale(domain=[0.985, 1.12]),
         altair.Color("optimizer:N", title=None).scale(range=["#1f5fbf", "#c0561f"]),
     )
-    points = chart.mark_point(filled=True, size=80, opacity=1)
+    points = [
+        chart.transform_filter(f"datum.short == {str(hollow).lower()}").mark_point(
+            filled=not hollow, size=80, opacity=1
+        )
+        for hollow in (False, True)
+    ]
     texts = [  # one that would lie on another stands below its point
         chart.transform_filter(f"{'' if below else '!'}test(/start=55/, datum.spec)")
         .mark_text(align="left", dx=7, dy=12 if below else -3, fontSize=11)
         .encode(altair.Text("name:N"))
         for below in (False, True)
     ]
-    return altair.layer(points, *texts).properties(
+    return altair.layer(*points, *texts).properties(
         width=620,
-        height=340,
+        height=480,
         background="white",
         padding={"left": 8, "top": 8, "right": 12, "bottom": 8},
         title=altair.Title(
             "A GPT of 10.9 M parameters: loss against bits per token",
-            subtitle=["WikiText-2 as bytes, 8 workers, 1,500 steps; means over the seeds of the figure above."],
+            subtitle=[
+                "WikiText-2 as bytes, 8 workers, 1,500 steps; means over the seeds of the figure above.",
+                "Hollow: one seed, with a warm-up of 75 steps and a rate of 0.002 for dense and dgc_adam.",
+            ],
             anchor="start",
         ),
     )
@@ -168,7 +198,7 @@ def main() -> None:
         ],
         "test loss above dense, percent; left is better",
     )
-    third = loss_against_bits(rows)
+    third = loss_against_bits(rows, short_warm_up())
     for name, chart in (("headline-sgd", first), ("headline-adamw", second), ("loss-bits", third)):
         (DOCS / f"{name}.svg").write_text(vl_convert.vegalite_to_svg(chart.to_dict()))
 

@@ -116,7 +116,7 @@ def main(name: str, root: Path) -> None:
             model.zero_grad()
             loss.backward()
             grad = torch.cat([p.grad.flatten() for p in parts if p.grad is not None])
-            sent = fused.send_topk_(grad, memories, memories, True, RULE, lengths, counts)
+            sent = fused.carry_topk_(grad, memories, memories, RULE, lengths, counts, 2)
             update = torch.zeros(n).index_copy_(0, sent.indices, sent.values)
             rate = 0.05 if name == "resnet9" else 1.0
             with torch.no_grad():

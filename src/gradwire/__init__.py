@@ -22,7 +22,6 @@ from gradwire.core.registry import register, registered
 from gradwire.core.spec import parse
 from gradwire.engine import Method, Rule, method
 from gradwire.integrations import (
-    SGD,
     DistributedOptimizer,
     OptimizerWarning,
     Report,
@@ -42,7 +41,7 @@ from gradwire.integrations.gossip import (
     gossip_lockstep,
 )
 from gradwire.integrations.local import LocalReport, LocalSync, SimulatedLocal, local, local_lockstep
-from gradwire.optim import AdamW
+from gradwire.optim import SGD, AdamW
 from gradwire.version import VERSION as __version__
 
 __all__ = [

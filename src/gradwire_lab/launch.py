@@ -63,6 +63,7 @@ def launch(
     limit_seconds: float | None = None,
     grace_seconds: float = GRACE_SECONDS,
     threads: int | None = None,
+    prepare: Callable[[int], object] | None = None,
 ) -> list[Any]:
     """Call ``function(rank, world, *args)`` in every rank of a new process group.
 
@@ -78,6 +79,7 @@ def launch(
         limit_seconds: How long the whole call may take; None: without limit.
         grace_seconds: After a failure, how long to wait for other ranks to report theirs.
         threads: Of torch in every rank; None: see `threads_per_rank`.
+        prepare: Called in every rank with its number, before the group is made.
 
     Returns:
         What each rank returned, in rank order. With ``restarts``, None of a rank that fails when others have returned.
@@ -92,7 +94,7 @@ def launch(
     preload(function.__module__)
     variables = {name: os.environ.get(name, "") for name in (emulated.VARIABLE, plugins.VARIABLE)}
     variables |= job_secret.secret_variable()
-    job = pickle.dumps((function, args, backend, timeout, threads or threads_per_rank(world), variables))
+    job = pickle.dumps((function, args, backend, timeout, threads or threads_per_rank(world), variables, prepare))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         left = dict.fromkeys(range(world), restarts)
 
@@ -234,7 +236,7 @@ def _collect(
 def _receive(rank: LaunchedRank) -> tuple[str, float, Any]:
     try:
         what, moment, value = pickle.loads(rank.pipe.recv_bytes())
-    except EOFError:
+    except (OSError, EOFError):  # amid a message, and between two
         rank.process.join(30)  # the exit code comes from the fork server, a little later
         code = rank.process.exitcode
         cause = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
@@ -275,10 +277,12 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host's name need not resolve
     _launcher = pipe
     try:
-        function, args, backend, timeout, threads, variables = pickle.loads(job)
+        function, args, backend, timeout, threads, variables, prepare = pickle.loads(job)
         torch.set_num_threads(threads)
         # Over those of the fork server, which are those of its first use; all ranks are on this host.
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)} | variables
+        if prepare is not None:
+            prepare(rank)
         if backend:
             store = Path(folder, "rendezvous").as_uri()
             dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=timeout)

@@ -39,6 +39,13 @@ def test_a_name_alone_prints_its_card():
     assert refused.exit_code == 2 and "topk" in refused.stderr
 
 
+def test_a_preset_prints_its_arguments_and_where_its_formulas_are():
+    shown = " ".join(run("codecs", "onebit_adam").stdout.split())
+    assert "arguments start=256, beta=0.9, per=4096" in shown and "The variance is frozen after the start" in shown
+    assert "gradwire codecs common_momentum and gradwire codecs two_way" in shown
+    assert "formulas" not in run("codecs", "dense").stdout
+
+
 def test_codecs_lists_every_name():
     done = run("codecs")
     assert done.exit_code == 0
@@ -113,6 +120,13 @@ def test_show_counts_the_second_leg(workers: int, both: str):
     assert "second leg" not in run("show", "int4", "--exchange", "allgather").stdout
 
 
+@pytest.mark.parametrize(("workers", "size"), [(1, 16), (2, 14), (4, 13)])
+def test_show_counts_the_memory_of_one_rank(workers: int, size: int):
+    """A server keeps the errors of its slice alone."""
+    words = " ".join(run("show", "onebit_adam", "--workers", str(workers)).stdout.split())
+    assert f"all memory together is {size} bytes per parameter" in words
+
+
 def test_show_expands_a_preset_by_step():
     done = run("show", "dgc(0.001, ramp=400)")
     assert done.exit_code == 0
@@ -169,6 +183,8 @@ def test_show_takes_feedback_and_exchange():
     ("words", "sentence"),
     [
         (["tokp(0.01)"], "there is nothing called 'tokp'; did you mean topk?"),
+        (["nosuch"], "see `gradwire codecs`. A name of your own: "),
+        (["sparseloco(h=5)"], "got an unexpected keyword argument 'h'; did you mean H?"),
         (["int5"], "import the module that registers it, or --import FILE.py"),
         (["sign | topk(0.01)"], "a selector cannot follow the quantizer"),
         (["topk(3)"], "must be in (0, 1]"),

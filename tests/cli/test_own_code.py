@@ -187,6 +187,8 @@ def test_new_writes_a_file_that_commands_import(home: Path, kind: str, shown: li
     assert card.endswith("own/mine.py"), "where it lives"
     again, taken, odd = (run("new", kind, name, "--folder", "own") for name in ("mine", "residual", "My"))
     assert all(one.exit_code == 2 for one in (again, taken, odd))
+    keyword = run("new", kind, "true")
+    assert keyword.exit_code == 2 and "True is a word of Python" in keyword.stderr and not Path("true.py").exists()
     assert "'mine'" in again.stderr and "'residual'" in taken.stderr and "'My'" in odd.stderr
 
 

@@ -2,13 +2,13 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -80,24 +80,29 @@ def test_a_folder_that_never_comes_is_refused(tmp_path: Path, monkeypatch: pytes
     assert "waiting" not in run(str(tmp_path / "digits-0"), "--once").stderr
 
 
-def test_a_training_that_has_just_begun_is_awaited(tmp_path: Path) -> None:
-    made = write_run(tmp_path / "elsewhere", "sign", name="digits", ended=False)
-    starting = threading.Timer(1.0, shutil.copytree, (made, tmp_path / "digits-0"))
-    starting.start()
-    shown = run(str(tmp_path / "digits-0"))
-    starting.join()
+@pytest.fixture
+def asleep(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What happens while the command sleeps, one after the other."""
+    happens: list[Callable[[], object]] = []
+    clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=lambda seconds: happens.pop(0)())
+    monkeypatch.setattr(watch, "time", clock)
+    return happens
+
+
+def test_a_training_that_has_just_begun_is_awaited(tmp_path: Path, asleep: list[Callable[[], object]]) -> None:
+    made, folder = write_run(tmp_path / "elsewhere", "sign", name="digits", ended=False), tmp_path / "digits-0"
+    asleep += [lambda: None, lambda: made.rename(folder)]
+    shown = run(str(folder))
     assert shown.exit_code == 0 and "accuracy" in shown.stdout
     assert shown.stderr.count("waiting for the first record") == 1
 
 
-def test_a_training_that_compiles_for_long_is_awaited(tmp_path: Path) -> None:
+def test_a_training_that_compiles_for_long_is_awaited(tmp_path: Path, asleep: list[Callable[[], object]]) -> None:
     made, folder = write_run(tmp_path / "elsewhere", "sign", ended=False), tmp_path / "digits-0"
     with locked(folder):
         os.utime(folder, (0, 0))  # longer ago than a new folder is waited for
-        starting = threading.Timer(1.0, shutil.copy, (made / "run.jsonl", folder))
-        starting.start()
+        asleep += [lambda: None, lambda: (made / "run.jsonl").rename(folder / "run.jsonl")]
         shown = run(str(folder))
-        starting.join()
     assert shown.exit_code == 0 and "accuracy" in shown.stdout and "waiting for the first record" in shown.stderr
 
 

@@ -119,6 +119,15 @@ def forgotten_at_first(rank: int) -> object:
     return wire
 
 
+def forgotten_after_off(rank: int) -> object:
+    """It averages without compression, and must be called for that."""
+    net = fixtures.model()
+    wire = gradwire.compress(net, SPEC)
+    wire.off()
+    one_step(rank, net, lambda: None, fixtures.sgd(net))
+    return wire
+
+
 def forgotten_by_optimizer(rank: int) -> object:
     """The optimizer inside steps, not the one that synchronizes."""
     net = fixtures.model()
@@ -162,6 +171,7 @@ REFUSED: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     "local after compress": (local_of_compressed, ("ValueError", "'0.weight'", "local steps")),
     "wire() forgotten": (forgotten, ORDER),
     "wire() forgotten at first": (forgotten_at_first, ORDER),
+    "wire() forgotten after off()": (forgotten_after_off, ORDER),
     "the optimizer inside": (forgotten_by_optimizer, ORDER),
     "wire() twice": (twice, ("RuntimeError", "wire()", "twice")),
     "wire() before backward()": (before_backward, ORDER),
@@ -192,7 +202,7 @@ def another_model(net: nn.Module, wire: gradwire.Wire, rank: int) -> None:
 
 def after_off(net: nn.Module, wire: gradwire.Wire, rank: int) -> None:
     wire.off()
-    one_step(rank, net, lambda: None, fixtures.sgd(net))
+    one_step(rank, net, wire, fixtures.sgd(net))
 
 
 def accumulation(net: nn.Module, wire: gradwire.Wire, rank: int) -> None:

@@ -57,6 +57,26 @@ def fail_early(rank: int, world: int) -> tuple[str, str]:
     return early, fixtures.error_text(lambda: gradwire.compress(outer, "sign"))
 
 
+def join(rank: int, world: int) -> tuple[str, int]:
+    """Uneven batches: the second rank has none, so that it would take part in no backward pass."""
+    outer, steps = fixtures.ddp(fixtures.model()), []
+    gradwire.compress(outer, "topk(0.1)")
+
+    def train() -> None:
+        with outer.join():
+            for step in range(2 - 2 * rank):
+                fixtures.loss(outer, rank, step).backward()
+                steps.append(step)
+
+    return fixtures.error_text(train), len(steps)
+
+
+def test_join_is_refused_on_all_ranks():
+    for text, steps in run_ranks(join, 2):
+        assert text.startswith("RuntimeError: ") and "join()" in text and "DistributedSampler" in text, text
+        assert steps == 0
+
+
 def test_an_error_of_a_launch_is_raised_and_a_second_hook_is_refused():
     for early, twice in run_ranks(fail_early, 2):
         assert early == "UserError: detail; remedy"

@@ -173,6 +173,23 @@ def subgroup(rank: int, world: int) -> dict[str, Tensor] | None:
     return alone
 
 
+def overlapping_groups(rank: int, world: int) -> list[list[Tensor]]:
+    """Rank 0 is in one group more than rank 1 when both attach; later rank 2 attaches with rank 1."""
+    dist.new_group([0, 2])
+    groups = [(pair, dist.new_group(pair)) for pair in ([0, 1], [1, 2])]
+    nets = [fixtures.model(seed=rank) for pair, _ in groups if rank in pair]
+    for net, group in zip(nets, [group for pair, group in groups if rank in pair], strict=True):
+        gradwire.compress(net, "int4", process_group=group)
+    return [[p.detach() for p in net.parameters()] for net in nets]
+
+
+def test_process_groups_that_share_some_ranks():
+    """Torch names a group by how many a rank has joined, and these ranks have joined more or fewer."""
+    (first,), (second, third), (fourth,) = run_ranks(overlapping_groups, 3)
+    for mine, theirs in ((first, second), (third, fourth)):
+        assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+
+
 def test_a_process_group_of_some_ranks():
     first, none, last = run_ranks(subgroup, 3)
     assert none is None and fixtures.same(first, last)

@@ -193,3 +193,21 @@ def test_scales_settle_alike_on_all_ranks():
     scales, skipped, finite = first
     assert first == second and scales[-1] < 2.0**24
     assert 0 < skipped < 24 and finite
+
+
+def not_given(rank: int, world: int, door: str) -> str:
+    net, scaler = fixtures.model(), scaler_of()
+    outer, optimizer = fixtures.ddp(net) if door == "hook" else net, fixtures.sgd(net)
+    wire = gradwire.compress(outer, "int4")
+    scaler.scale(fixtures.loss(outer, rank, 0)).backward()
+    if "unscaled" in door:
+        scaler.unscale_(optimizer)
+    if "plain" in door:
+        wire()
+    return fixtures.error_text(lambda: scaler.step(optimizer))
+
+
+@pytest.mark.parametrize("door", ["plain", "plain, unscaled first", "hook"])
+def test_a_scaler_that_the_wire_was_not_given_is_refused(door: str) -> None:
+    """It would find zeros where gradients overflow, never back off, and train nothing."""
+    fixtures.check_message([(text, ("ValueError", "SGD", "scaler=scaler")) for text in run_ranks(not_given, 2, door)])

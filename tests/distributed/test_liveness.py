@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def test_a_rank_that_ended_is_named(across: Any, tmp_path: Path):
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(200)
     errors = [(tmp_path / f"error-{rank}").read_text() for rank in range(3)]
     assert all(text.startswith("PeerLostError") and f"rank {rank}" in text for rank, text in enumerate(errors)), errors
     named = re.compile(r"rank (\d+ and )*3( and \d+)* on \S+ ended")  # others may have ended because of it
@@ -86,3 +88,40 @@ def test_idle_strangers_do_not_hide_a_living_rank():
         assert probe({0: mine}, seconds=3.0) == {0: 0}
         accused = str(diagnose(RuntimeError("Connection closed by peer"), 1, {0: mine, 1: mine}))
         assert "rank 0" not in accused
+
+
+_ENDS = """
+import atexit, contextlib, pathlib, sys, time
+import torch.distributed as dist
+from torch import nn
+
+def count() -> int:
+    names = []
+    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that ends meanwhile
+            names.append(path.read_text())
+    return sum("gloo" in name for name in names)
+
+@atexit.register  # what is registered later runs before
+def count_at_exit() -> None:
+    end = time.monotonic() + 5
+    while count() and time.monotonic() < end:  # Linux lists a thread until a little after its end
+        time.sleep(0.01)
+    print(count())
+
+import gradwire
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+wire = gradwire.compress(nn.Linear(4, 4), "int4")
+print(count())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="names of threads are read from /proc")
+def test_threads_of_gloo_end_before_the_interpreter(tmp_path: Path):
+    """One that still held a tensor then would abort the process."""
+    command = [sys.executable, "-c", _ENDS, Path(tmp_path, "meeting").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    before, at_exit = map(int, done.stdout.split())
+    assert done.returncode == 0 and before > 0 and at_exit == 0, done.stderr

@@ -123,6 +123,41 @@ def test_a_delayed_step_is_dropped_one_step_later():
         assert fixtures.same(updates[4], updates[1])
 
 
+def spoiled_backward(net: nn.Sequential, rank: int, step: int) -> None:
+    """A backward pass that is not finite in one step, and lacks a gradient on all ranks in another one."""
+    net.zero_grad()
+    fixtures.loss(net, rank, step).backward()
+    if rank == 1 and step == BAD_STEP:
+        net[2].weight.grad.fill_(math.nan)
+    if step == BAD_STEP + 2:
+        net[0].weight.grad = None
+
+
+def delayed_updates(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    net = fixtures.model()
+    wire = gradwire.compress(net, **options)
+    updates = []
+    for step in range(7):
+        spoiled_backward(net, rank, step)
+        wire()
+        updates.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    return updates
+
+
+def test_delayed_updates_come_in_one_order_in_processes_and_in_lockstep() -> None:
+    """Also around a step that is skipped, and one in which a parameter is not used."""
+    options = {"spec": "int4", "exchange": "delayed", "bundle": None}
+    real = run_ranks(delayed_updates, 2, options)
+    nets, workers = fixtures.replicas(2, **options)
+    for step in range(7):
+        for rank, net in enumerate(nets):
+            spoiled_backward(net, rank, step)
+        workers()
+        for rank, net in enumerate(nets):
+            found = {name: p.grad for name, p in net.named_parameters()}
+            assert fixtures.same(found, real[rank][step]), step
+
+
 def observed(rank: int, world: int) -> dict[str, Tensor]:
     """Moments of a dropped batch are dropped with it; a NaN among them would stay forever."""
     net, _, wire, optimizer, fault = build("plain", rank, math.nan, {"spec": "variance", "bundle": None})

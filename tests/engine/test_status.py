@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fake_cuda_graph import FakeCudaGraph, FakeCudaGraphs, largest, zero_nonfinite
-from gradwire.codecs import decoding
+from gradwire.codecs import Codec, decoding
 from gradwire.comm.backend import CountingBackend, SingleBackend
 from gradwire.comm.collectives import Collective
-from gradwire.core import deferred_checks
+from gradwire.core import CommGenerator, deferred_checks
 from gradwire.core.deferred_checks import check, defer_checks
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.requests import Gather, Request, SendRecv, Sum
@@ -24,6 +24,8 @@ from gradwire.engine.drive import Clock, RoundGenerator
 from gradwire.engine.lockstep import move
 from gradwire.engine.overflow import SkippedSteps
 from gradwire.engine.status import ALL_MISSING, CORRUPT, MISSING, NONFINITE, UNSUPPORTED
+from gradwire.exchanges import AllGather
+from gradwire.exchanges.exchange import Aggregate, CommContext, Message
 from gradwire.kernels import dispatch, fused
 
 CPU = torch.device("cpu")
@@ -70,7 +72,7 @@ class ThreadedGroup:
     """Ranks that are threads of this process."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(WORLD, timeout=20)
+        self.barrier = threading.Barrier(WORLD, timeout=100)
         self.collectives: list[Any] = [None] * WORLD
 
 
@@ -411,3 +413,20 @@ def test_all_ranks_refuse_a_corrupt_message_of_one_in_the_same_step(
             checkpoint.save(engine, spec)
         engine.skipped_steps.restart(0)
         checkpoint.save(engine, spec)
+
+
+class Everywhere(AllGather):
+    """Asks for more ranks than those that have the lane."""
+
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        assert isinstance(message.content, Payload)
+        yield Gather(message.content, scope="world")
+        raise AssertionError("the request was answered")
+
+
+def test_an_exchange_reaches_no_other_ranks_than_those_of_its_lane() -> None:
+    plan = build(SHAPES, default_rules("int4", None, Everywhere()), WORLD)
+    engines = [Engine(plan, rank, WORLD, 0, CPU) for rank in range(WORLD)]
+    grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    with pytest.raises(ValueError, match=r"yields a Gather with scope='world', .*; leave scope= out"):
+        Lockstep(WORLD).drive([engine.run(grads) for engine in engines])

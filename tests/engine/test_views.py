@@ -307,8 +307,8 @@ def both(rank: int, world: int, case: tuple[str, bool, dict[str, Any]]) -> tuple
     read: list[bool] = []
     vector = GradViews.vector
 
-    def spy(self: GradViews, widened: bool = False) -> Any:
-        found = vector(self, widened)
+    def spy(self: GradViews, **how: bool) -> Any:
+        found = vector(self, **how)
         first = found if isinstance(found, Tensor) else found.parts[0]
         read.append(first.data_ptr() == self.grads[0].data_ptr())
         return found

@@ -20,7 +20,7 @@ from gossip_fixtures import LENGTH, Vector
 from gradwire.kernels.dispatch import reference_only
 from gradwire_lab.launch import RankError, launch, send_message
 
-WORLD, STEPS, TIMEOUT = 4, 120, 2.0
+WORLD, STEPS, TIMEOUT = 4, 240, 2.0  # steps that go on for longer than the longest stall
 STEP_SECONDS = 0.02  # so that a process can start again while the others train
 WAIT_SECONDS = 20.0  # of one round: a few times the timeout, since other work may hold the cores
 FAR, NEAR = 10.0, 1.0  # where models start, and how far from the mean of all targets they may end
@@ -131,7 +131,7 @@ def fault_of_elastic(campaign: Campaign) -> None:
     kind = draw.choice(list(FAULTS))
     count, signals, stopped = FAULTS[kind]
     method, victims = draw.randrange(len(METHODS)), tuple(draw.sample(range(WORLD), count))
-    fault = Fault(method, victims, draw.randrange(5, STEPS // 3), signals)
+    fault = Fault(method, victims, draw.randrange(5, STEPS // 6), signals)
     campaign.made(kind)
     where, before = f"{METHODS[method]}, {kind}: {fault}", children()
 

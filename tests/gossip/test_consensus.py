@@ -1,6 +1,7 @@
 """Gossip on random vectors: replicas converge to the mean they started from, as fast as theorems say."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import gradwire
 from gossip_fixtures import LENGTH, Vector, dense_factor, simulated, spread, vectors
 from gradwire.codecs import Codec
 from gradwire.core.segments import Segments
+from gradwire.engine import lockstep
 from gradwire.engine.drive import interleave
 from gradwire.engine.lockstep import Lockstep
 from gradwire.gossip import auto_gamma, gossip_method
@@ -153,13 +155,14 @@ def test_gamma_is_chosen_by_default() -> None:
     assert gossip_method("choco(ring, gamma=auto)") == gossip_method("choco(ring)")
 
 
-def test_zeros_have_the_same_sign_at_both_ends() -> None:
+def test_zeros_have_the_same_sign_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact zeros, as in embeddings of absent words, decode to plus at the receivers; senders must count them so."""
+    monkeypatch.setattr(lockstep, "cached", nullcontext)  # as ranks that decode what they are sent
     net = simulated(4, "deepsqueeze(ring)", "sign")
     x = vectors(4)
     x[:, ::2] = 0.0
     mean, group = x.mean(0), Lockstep(4)
-    for _ in range(10):  # as ranks that decode what they are sent; replicas of one process hand each other tensors
+    for _ in range(10):
         protocols = [interleave([node.run(row)]) for node, row in zip(net.nodes, x, strict=True)]
         x = torch.stack([mixed for (mixed,) in group.drive(protocols)])
     assert torch.allclose(x.mean(0), mean, atol=1e-5)

@@ -232,6 +232,95 @@ def test_a_rank_that_was_left_behind_catches_up(tmp_path: Path) -> None:
         net.close()
 
 
+def test_a_rank_catches_up_with_one_that_steps_while_it_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first makes a dozen steps while the second joins; both mix then, instead of one after another catching up."""
+    models = [build(), build()]
+    first, second = start(tmp_path, models, "dpsgd(ring)")
+    ended = threading.Event()
+    join = second.mesh.join
+
+    def join_late(*args: Any) -> None:
+        time.sleep(0.2)
+        join(*args)
+
+    def steps() -> None:
+        while not ended.is_set():
+            time.sleep(0.01)
+            first()
+
+    second.mesh.drop(0, "must connect again")
+    for _ in range(20):
+        first()
+    monkeypatch.setattr(second.mesh, "join", join_late)
+    thread = threading.Thread(target=steps)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while not second.mesh.partners(second.step) and time.monotonic() < deadline:
+            second()
+        taken = second.resyncs
+        for _ in range(50):
+            second()
+        assert second.mesh.partners(second.step) == [0] and second.resyncs == taken <= 4
+    finally:
+        ended.set()
+        second.close()
+        thread.join()
+        first.close()
+
+
+def test_a_rank_does_not_go_back_to_a_step_that_it_has_passed(tmp_path: Path) -> None:
+    """Its neighbor had announced a later step, and is at an earlier one."""
+    nets = start(tmp_path, [build(), build()], "dpsgd(ring)", timeout=0.5)
+    together(*nets)
+    nets[1].mesh.drop(0, "must connect again")
+    for _ in range(8):
+        nets[0]()
+    assert nets[0].mesh.await_peer(1)
+    taken, edge = nets[0].resyncs, nets[0].mesh.edges.by_peer[1]
+    edge.peer_step, edge.start = 50, None
+    nets[0]()
+    assert nets[0].step == 10 and nets[0].resyncs == taken
+    for net in nets:
+        net.close()
+
+
+def test_a_rank_that_comes_back_finds_the_step_of_a_neighbor_that_computes(tmp_path: Path) -> None:
+    """Such a neighbor agrees to nothing, and rank 0, which needs no other's parameters, would begin at step 0."""
+    nets = start(tmp_path, [build(), build()], "dpsgd(ring)")
+    nets[0].close()
+    for _ in range(5):
+        nets[1]()
+    nets[1].mesh._agreement._active = -20.0  # it computes for long
+    options: dict[str, Any] = {"meeting": tmp_path, "rank": 0, "world": 2, "timeout": 1.0}
+    back = gradwire.gossip(build(), "dpsgd(ring)", elastic=True, **options)
+    assert back.step == 5
+    for net in (nets[1], back):
+        net.close()
+
+
+def test_a_rank_that_is_back_is_not_awaited_where_the_others_evaluate(tmp_path: Path) -> None:
+    """It leaves during a round, so its neighbor had counted on it, and its successor awaits the next round."""
+    models = [build(), build()]
+    nets = start(tmp_path, models, "dpsgd(ring)")
+    together(*nets)
+    with ThreadPoolExecutor(2) as pool:
+        alone = pool.submit(nets[0])
+        while nets[0].mesh._agreement.next_step < 2:
+            time.sleep(0.01)
+        nets[1].close()
+        alone.result(30)
+        options: dict[str, Any] = {"meeting": tmp_path, "rank": 1, "world": 2, "timeout": 5.0}
+        back = gradwire.gossip(build(), "dpsgd(ring)", elastic=True, **options)
+        assert back.step == nets[0].step == 2
+        assert list(nets[0].gather_models()) == [0]  # the one that is back has not made this step
+        together(nets[0], back)
+        assert together(*(partial(net.max_over_processes, float(net.rank)) for net in (nets[0], back))) == [1.0, 1.0]
+    assert nets[0].report().dropped == back.report().dropped == 0
+    nets[0].close()
+    back.close()
+
+
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """The results of calls that wait for each other."""
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -240,8 +329,8 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 def start(folder: Path, models: list[nn.Module], spec: str, codec: str | None = None, **options: Any) -> list[Any]:
     def one(rank: int) -> Any:
-        place = {"rank": rank, "world": len(models), "meeting": folder, "timeout": 5.0}
-        return gradwire.gossip(models[rank], spec, codec, elastic=True, **place, **options)
+        place = {"rank": rank, "world": len(models), "meeting": folder, "timeout": 5.0, **options}
+        return gradwire.gossip(models[rank], spec, codec, elastic=True, **place)
 
     return together(*(partial(one, rank) for rank in range(len(models))))
 
@@ -362,7 +451,8 @@ def test_copies_of_a_new_edge_are_equal_at_both_ends(tmp_path: Path) -> None:
     nets[1], whole = again, 4 * flat(models[0]).numel()
     assert again.step >= 4
     began, deadline = again.report().sent, time.monotonic() + 10
-    while len(again._last_live) < 2 and time.monotonic() < deadline:  # the two edges may begin at different steps
+    # The two edges may begin at different steps.
+    while len(again.mesh.partners(again.step)) < 2 and time.monotonic() < deadline:
         together(*nets)
         time.sleep(0.02)
     before = again.report().sent
@@ -416,6 +506,23 @@ def test_drift_is_what_flowed_one_way(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "rank 1 lost neighbor 2" in caplog.text
     for net in nets[:2]:
         net.close()
+
+
+def test_a_loss_before_the_first_round_of_an_edge_is_no_drift(tmp_path: Path) -> None:
+    """What flowed in an earlier life of the edge, which ended well, has reached both ends."""
+    models = [build() for _ in range(2)]
+    nets = start(tmp_path, models, "dpsgd(ring)")
+    nn.init.constant_(models[1][0].weight, 1.0)
+    together(*nets)
+    nets[1].close()
+    nets[0]()
+    back = gradwire.gossip(build(), "dpsgd(ring)", elastic=True, meeting=tmp_path, rank=1, world=2, timeout=5.0)
+    assert nets[0].mesh.await_edges([1], 5.0)
+    nets[0].mesh.drop(1, "is lost")
+    back.close()
+    nets[0]()
+    assert nets[0].report().dropped == 1 and nets[0].report().drift == 0.0
+    nets[0].close()
 
 
 def move_(model: nn.Module, rank: int, step: int) -> None:
@@ -489,3 +596,37 @@ def test_edges_with_different_copies_begin_anew(tmp_path: Path) -> None:
         gradwire.load(nets[0], tmp_path / "nowhere")
     for net in nets:
         net.close()
+
+
+def test_a_state_of_another_seed_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"elastic": True, "meeting": tmp_path, "rank": 0, "world": 1, "timeout": TIMEOUT}
+    net = gradwire.gossip(build(), SPEC, CODEC, seed=7, **options)
+    saved = net.state_dict()
+    net.close()
+    other = gradwire.gossip(build(), SPEC, CODEC, **options)
+    with pytest.raises(ValueError, match="has seed 0; attach all ranks with seed=7"):
+        other.load_state_dict(saved)
+    other.close()
+
+
+def test_a_rank_that_begins_without_neighbors_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gradwire.gossip"):
+        net = gradwire.gossip(build(), SPEC, CODEC, elastic=True, meeting=tmp_path, rank=0, world=4, timeout=0.5)
+        net()
+        net.close()
+    assert ["begins at step 0 without neighbors [1, 3]" in text for text in caplog.messages] == [True]
+
+
+def test_all_threads_have_ended_when_a_rank_is_closed(tmp_path: Path) -> None:
+    """One that frees a tensor while the interpreter ends aborts the process. Another handshake is under way."""
+    others = {*threading.enumerate()}
+    nets = start(tmp_path, [build(), build()], "dpsgd(ring)")
+    together(*nets)
+    host, port = (tmp_path / "peer-0").read_text().split()
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.recv(1)
+        for net in nets:
+            net.close()
+        left = [thread.name for thread in {*threading.enumerate()} - others if thread.name.startswith("gradwire")]
+        assert left == []
+        assert all(net.mesh._agreement.snapshot is None for net in nets)  # nor do they hold tensors for long

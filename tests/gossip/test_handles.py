@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire
-from gossip_fixtures import LENGTH, Vector, vectors
+from gossip_fixtures import LENGTH, Vector, simulated, vectors
 from gradwire.comm.backend import SingleBackend
 from gradwire.integrations.gossip import BatchedGossip, ElasticGossip, GossipHandle, GossipSync
 
@@ -46,6 +46,13 @@ def test_states_and_counters_of_nodes_belong_to_all_their_ranks() -> None:
     assert rows.counters() == other.counters()
     assert rows.report(3).sent == other.report(1).sent > 0
     assert (rows.report().rounds, rows.report().messages) == (2, 2)
+
+
+def test_a_report_counts_all_messages_of_a_round() -> None:
+    net = simulated(4, "powergossip(ring, iterations=3)")
+    for _ in range(3):
+        net()
+    assert (net.report().rounds, net.report().messages) == (3, 18)
 
 
 def test_old_names_of_handles_warn() -> None:

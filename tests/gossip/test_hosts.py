@@ -90,7 +90,7 @@ def memories(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def ranks() -> list[list[Any]]:
     """The results of all specs on each rank: processes are started once."""
-    return run_ranks(in_processes, 4, SPECS, timeout=100)
+    return run_ranks(in_processes, 4, SPECS)
 
 
 @pytest.mark.parametrize("i", range(len(SPECS)), ids=lambda i: f"{SPECS[i][0]} {SPECS[i][1]}")
@@ -154,18 +154,22 @@ def save_load_refuse(rank: int, world: int, folder: str) -> dict[str, str]:
 
 
 def missing(rank: int, world: int) -> None:
-    """A gradient that one rank lacks counts as zero; one that both lack stays None; infinity spreads to both."""
+    """A gradient that one rank lacks counts as zero; one that both lack stays None; infinity spreads to both.
+
+    Entries of a gradient may share memory, as `torch.autograd.grad` returns them.
+    """
     model = fixtures.model()
     net = gradwire.gossip(model, "dpsgd(ring)", across=NODES)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    model[0].bias.grad = None
+    model[0].bias.grad, model[0].weight.grad = None, torch.ones(()).expand(16, 10)
     if rank % 2:
         model[2].bias.grad = None
         model[4].weight.grad[0, 0] = torch.inf
     net.average_gradients()
     assert model[0].bias.grad is None
     assert torch.equal(model[2].bias.grad, torch.full((12,), 0.5))
+    assert torch.equal(model[0].weight.grad, torch.ones(16, 10))
     assert torch.isinf(model[4].weight.grad[0, 0])
 
 

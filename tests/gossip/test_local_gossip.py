@@ -9,7 +9,7 @@ import torch
 
 import fixtures
 import gradwire
-from gossip_fixtures import optimizers, replicas, simulated, train, vectors
+from gossip_fixtures import Vector, optimizers, replicas, simulated, train, vectors
 from gradwire.gossip import Diverged
 from spawn import run_ranks
 
@@ -53,9 +53,65 @@ def test_parameters_that_are_not_finite_stop_all_ranks_at_the_round() -> None:
         net.mix(x)
 
 
-@pytest.mark.parametrize("spec", ["local_gossip(choco(ring), H=0)", "local_gossip(ring)", "noloco(ring, momentum=1.0)"])
-def test_odd_arguments_are_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"H=0|ring|momentum=1\.0"):
+def test_reports_between_rounds_are_those_of_the_last_round() -> None:
+    net, x = simulated(WORLD, "local_gossip(choco(ring, gamma=0.3), H=5)", "sign"), vectors(WORLD)
+    assert (net.report().rounds, net.report().messages) == (0, 0)
+    for _ in range(5):
+        x = net.mix(x)
+    after = net.report()
+    assert after.gamma == 0.3 and after.consensus > 0
+    for _ in range(3):
+        x = net.mix(x)
+    between = net.report()
+    assert (between.gamma, between.consensus, between.sent) == (0.3, after.consensus, after.sent)
+    assert (between.steps, between.rounds, between.messages) == (8, 1, 2)
+
+
+def test_a_replica_that_is_not_finite_stays_so_at_local_steps_and_is_not_evaluated_or_saved() -> None:
+    net = simulated(WORLD, "local_gossip(dpsgd(ring), H=5)")
+    with torch.no_grad():
+        net.models[2].parts[0][0, 0] = torch.nan
+    net()
+    assert net.models[2].parts[0].isnan().sum() == 1
+    for use in (net.check, net.distance, net.state_dict, lambda: net.mean_into_(Vector())):
+        with pytest.raises(Diverged, match="rank 2"):
+            use()
+
+
+def diverging(rank: int, world: int) -> list[str]:
+    """What each rank is told after a local step, where rank 1 is no longer finite."""
+    model = Vector()
+    net = gradwire.gossip(model, "local_gossip(dpsgd(ring), H=5)")
+    net()
+    assert net.evaluate_mean(lambda: rank) == rank and net.distance() == 0.0
+    if rank == 1:
+        torch.nn.init.constant_(model.parts[0], torch.inf)
+    net()
+    told = []
+    for use in (net.check, net.distance, lambda: net.evaluate_mean(lambda: rank)):
+        with pytest.raises(Diverged) as caught:
+            use()
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_process_that_is_not_finite_stops_the_evaluation_of_all() -> None:
+    for rank, told in enumerate(run_ranks(diverging, 2)):
+        assert all(f"parameters of {('another', 'this')[rank]} rank are no longer finite" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("local_gossip(choco(ring), H=0)", "H=0 must be"),
+        ("local_gossip(ring)", "is no gossip method"),
+        ("noloco(ring, momentum=1.0)", r"momentum=1\.0 must be"),
+        ("noloco(ring, momentum='a')", "momentum='a' must be"),
+        ("noloco(ring, rate='a')", "rate='a' must be a positive number"),
+    ],
+)
+def test_odd_arguments_are_refused(spec: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         gradwire.parse(spec)
 
 

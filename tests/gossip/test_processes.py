@@ -59,7 +59,7 @@ def in_process(rank: int, world: int, specs: list[tuple[str, str | None, dict[st
 @pytest.fixture(scope="module")
 def ranks() -> list[list[Any]]:
     """The results of all specs on each rank: processes are started once."""
-    return run_ranks(in_process, WORLD, SPECS, timeout=100)
+    return run_ranks(in_process, WORLD, SPECS)
 
 
 @pytest.mark.parametrize("i", range(len(SPECS)), ids=lambda i: f"{SPECS[i][0]} {SPECS[i][1]}")
@@ -86,6 +86,18 @@ def disagreeing(rank: int, world: int) -> str:
     except ValueError as wrong:
         return str(wrong)
     return "attached"
+
+
+def loading_other_seeds(rank: int, world: int) -> str:
+    """Each rank loads a state of another seed than the other one."""
+    states = [gradwire.gossip(fixtures.model(), "choco(ring)", "sign", seed=seed).state_dict() for seed in (0, 1)]
+    net = gradwire.gossip(fixtures.model(), "choco(ring)", "sign")
+    return fixtures.error_text(lambda: net.load_state_dict(states[rank]))
+
+
+def test_states_of_different_seeds_are_refused() -> None:
+    for message in run_ranks(loading_other_seeds, 2):
+        assert "rank 1 has another seed than rank 0: '1', not '0'; load states of the same seed" in message
 
 
 def averaged_already(rank: int, world: int) -> tuple[str, str]:

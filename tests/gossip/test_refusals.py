@@ -1,10 +1,15 @@
 """Impossible combinations are refused at once, and the error names the remedy."""
 
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import gradwire
 from gossip_fixtures import simulated, vectors
+from gradwire.comm.backend import SingleBackend
 from gradwire.core.payload import CorruptMessageError
 from gradwire.gossip import Diverged
 
@@ -83,6 +88,23 @@ def test_invalid_granularity_and_elastic_options_are_refused() -> None:
 def test_methods_that_cannot_be_elastic_are_refused(spec: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         gradwire.gossip(torch.nn.Linear(2, 2), spec, elastic=True, meeting="/tmp", rank=0, world=4)
+
+
+@pytest.mark.parametrize("elastic", [None, False, True])
+def test_a_parameter_that_begins_to_train_later_is_refused(elastic: bool | None, tmp_path: Path) -> None:
+    """By models of one process, by a rank, and by a rank of an elastic group."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    options = {"meeting": str(tmp_path), "rank": 0, "world": 1, "elastic": True} if elastic else {}
+    if elastic is None:
+        net: Any = gradwire.gossip_lockstep([model, deepcopy(model)], "dpsgd(ring)")
+    else:
+        net = gradwire.gossip(model, "dpsgd(ring)", link=None if elastic else SingleBackend(), **options)
+    net()
+    model[0].weight.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"'0\.weight' began to train after"):
+        net()
+    net.close()
 
 
 def test_a_message_of_another_step_is_refused() -> None:

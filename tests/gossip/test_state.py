@@ -60,6 +60,17 @@ def test_memories_are_keyed_by_parameter_name() -> None:
     assert all(isinstance(value, Tensor) for value in state.values())
 
 
+@pytest.mark.parametrize("spec", ["dpsgd(ring)", "choco(ring)"])
+def test_a_correction_that_is_still_to_be_added_is_loaded_where_the_parameters_lie(spec: str) -> None:
+    models = replicas(2)
+    net = gradwire.gossip_lockstep(models, spec, overlap=True)
+    train(net, models, optimizers(models), range(2), range(3))
+    state, node = net.state_dict()[0], net.nodes[0]
+    node.begin(torch.zeros(node.tensors.total, device="meta"))  # which stands for a GPU
+    node.load(state)
+    assert node.pending is not None and node.pending.device.type == "meta"
+
+
 def test_states_of_another_run_are_refused() -> None:
     net = gradwire.gossip_lockstep(replicas(3), "choco(ring)", "sign")
     states = net.state_dict()
@@ -69,6 +80,14 @@ def test_states_of_another_run_are_refused() -> None:
         net.load_state_dict([states[1], states[0], states[2]])
     with pytest.raises(ValueError, match="pass one for each"):
         net.load_state_dict(states[:2])
+    net()
+    with pytest.raises(ValueError, match=r"different steps, \[0, 1\]"):
+        net.load_state_dict([*net.state_dict()[:2], states[2]])
+    other = gradwire.gossip_lockstep(replicas(3), "choco(ring)", "sign", seed=7).state_dict()
+    with pytest.raises(ValueError, match=r"different seeds, \[0, 7\]"):
+        net.load_state_dict([*states[:2], other[2]])
+    net.load_state_dict(other)
+    assert {node.seed for node in net.nodes} == {7}
     wider = [torch.nn.Linear(3, 3) for _ in range(3)]
     with pytest.raises(ValueError, match="another model"):
         gradwire.gossip_lockstep(wider, "choco(ring)", "sign").load_state_dict(states)

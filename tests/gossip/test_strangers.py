@@ -8,7 +8,6 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,15 +41,16 @@ from gradwire_lab.launcher_env import LauncherRank
 
 HELLO, READY, TAKE, MESSAGE, PULL, STATE, OFFER = 1, 2, 4, 6, 8, 9, 3
 SECRET = b"a secret of this job"
+PATIENCE = 30.0  # seconds of a busy machine
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(30) for future in [pool.submit(call) for call in calls]]
+        return [future.result(3 * PATIENCE) for future in [pool.submit(call) for call in calls]]
 
 
 @contextlib.contextmanager
-def group(folder: Path, world: int = 2, timeout: float = 5.0, **options: Any) -> Iterator[list[Any]]:
+def group(folder: Path, world: int = 2, timeout: float = PATIENCE, **options: Any) -> Iterator[list[Any]]:
     """Elastic ranks on a ring, after one step."""
     place = {"world": world, "meeting": folder, "timeout": timeout, "elastic": True, **options}
     models = [nn.Linear(20, 10) for _ in range(world)]
@@ -80,7 +80,7 @@ def frame(kind: int, step: int = 0, index: int = 0, body: bytes = b"", length: i
 
 def read_to_the_end(line: socket.socket) -> None:
     """Until the other end closes the connection, which it must do in time."""
-    line.settimeout(4.0)
+    line.settimeout(PATIENCE)
     try:
         while line.recv(2**16):
             pass
@@ -88,8 +88,8 @@ def read_to_the_end(line: socket.socket) -> None:
         pytest.fail("the connection is still open")
 
 
-def falls_below(limit: int, count: Callable[[], int], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
+def falls_below(limit: int, count: Callable[[], int]) -> bool:
+    deadline = time.monotonic() + PATIENCE
     while count() >= limit and time.monotonic() < deadline:
         time.sleep(0.01)
     return count() < limit
@@ -135,8 +135,9 @@ def test_a_stranger_neither_changes_nor_downloads_a_model(tmp_path: Path) -> Non
             for _ in range(20):
                 first()
                 time.sleep(0.05)
-            assert STATE not in kinds.result(30) and MESSAGE not in kinds.result()
+            assert STATE not in kinds.result(PATIENCE) and MESSAGE not in kinds.result()
         assert torch.equal(weights(first), before)
+        assert falls_below(1, lambda: 2 - first.mesh._connector.strangers)
         assert first.mesh._connector.strangers == 2 and first.report().dropped == 0
 
 
@@ -154,8 +155,11 @@ STRANGERS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_strangers_are_dropped_without_noise(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_are_dropped_without_noise(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hello of 64 GiB was read into memory as far as it came."""
+    monkeypatch.setattr(peer_connector, "HANDSHAKE_SECONDS", 2 * PATIENCE)  # it is not dropped for being late
     caplog.set_level(logging.DEBUG, "gradwire.gossip")
     with group(tmp_path) as nets:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -177,12 +181,13 @@ def test_one_byte_at_a_time_holds_no_thread(tmp_path: Path, monkeypatch: pytest.
     with group(tmp_path) as nets:
         threads = threading.active_count()
         with socket.create_connection(address(tmp_path, 0)) as line:
-            began = time.monotonic()
+            sent = 0
             with contextlib.suppress(OSError):
-                while time.monotonic() - began < 5.0:
+                while sent < DIALER_BYTES:
                     line.sendall(b"g")
-                    time.sleep(0.05)
-            assert time.monotonic() - began < 3.0
+                    sent += 1
+                    time.sleep(0.1)
+            assert sent < DIALER_BYTES, "the connection was open until the handshake was whole"
         assert falls_below(threads + 1, threading.active_count)
         together(*nets)
 
@@ -194,10 +199,10 @@ def test_a_crowd_of_idle_strangers_leaves_room_for_a_neighbor(tmp_path: Path) ->
             for _ in range(200):
                 crowd.enter_context(socket.create_connection(address(tmp_path, 0)))
             second.mesh.drop(0, "must dial again")
-            deadline = time.monotonic() + 30.0  # of a busy machine
-            while not (first._last_live and first.step > 1) and time.monotonic() < deadline:
+            deadline = time.monotonic() + PATIENCE
+            while not (first.mesh.partners(first.step) and first.step > 1) and time.monotonic() < deadline:
                 together(first, second)
-            assert first._last_live == (1,)
+            assert first.mesh.partners(first.step) == [1]
             assert falls_below(threads + 80, threading.active_count)
 
 
@@ -239,7 +244,7 @@ def test_a_thread_that_reads_ends_with_its_connection(monkeypatch: pytest.Monkey
                     opened.enter_context(end)
             resume.set()
             with pytest.raises(OSError):
-                frame_read.result(5)
+                frame_read.result(PATIENCE)
         assert line.fileno() < 0
 
 
@@ -282,10 +287,10 @@ def test_parameters_and_models_of_a_wrong_length_are_refused(tmp_path: Path) -> 
 
 
 def _rejoins(first: Any, second: Any) -> bool:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         together(first, second)
-        if first._last_live and second._last_live:
+        if first.mesh.partners(first.step) and second.mesh.partners(second.step):
             return True
     return False
 
@@ -301,14 +306,14 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 def channels(secrets: tuple[bytes, bytes] = (SECRET, SECRET), most_bytes: int = 100) -> list[SecureChannel]:
     """A dialer's and a listener's, after the handshake."""
-    ends = [SecureChannel(line, most_bytes, seconds=2.0) for line in connected()]
+    ends = [SecureChannel(line, most_bytes, seconds=PATIENCE) for line in connected()]
     together(*(partial(handshake, end, secret, end is ends[0]) for end, secret in zip(ends, secrets, strict=True)))
     return ends
 
 
 def handshake(end: SecureChannel, secret: bytes, dials: bool) -> None:
     try:
-        end.handshake(secret, dials, time.monotonic() + 2.0)
+        end.handshake(secret, dials, time.monotonic() + PATIENCE)
     except OSError:
         end.close()
         raise
@@ -324,8 +329,9 @@ class Recorder:
 
     def run(self) -> None:
         pairs = ((self.to_dialer, self.to_listener), (self.to_listener, self.to_dialer))
-        for pair in pairs:
-            threading.Thread(target=self._forward, args=pair, daemon=True).start()
+        self._threads = [threading.Thread(target=self._forward, args=pair, daemon=True) for pair in pairs]
+        for thread in self._threads:
+            thread.start()
 
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -334,7 +340,14 @@ class Recorder:
                 target.sendall(part)
 
     def close(self) -> None:
-        for line in (self.dialer, self.to_dialer, self.to_listener, self.listener):
+        """A thread that still waited for a closed socket could read from the next one with its number."""
+        lines = (self.dialer, self.to_dialer, self.to_listener, self.listener)
+        for line in lines:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        for line in lines:
             line.close()
 
 
@@ -342,8 +355,8 @@ def recorded(*bodies: bytes) -> tuple[Recorder, SecureChannel, bytes]:
     """A connection over which a dialer has sent frames that were received; and these, as they crossed it."""
     recorder = Recorder()
     recorder.run()
-    dialer, listener = (SecureChannel(line, 100, seconds=1.0) for line in (recorder.dialer, recorder.listener))
-    deadline = time.monotonic() + 2.0
+    dialer, listener = (SecureChannel(line, 100, seconds=PATIENCE) for line in (recorder.dialer, recorder.listener))
+    deadline = time.monotonic() + PATIENCE
     together(partial(dialer.handshake, SECRET, True, deadline), partial(listener.handshake, SECRET, False, deadline))
     for body in bodies:
         dialer.send(MESSAGE, body=body)
@@ -409,7 +422,7 @@ def test_a_changed_byte_of_a_frame_is_refused(at: int) -> None:
     recorder = Recorder()
     dialer, listener = (SecureChannel(line, 100, seconds=0.5) for line in (recorder.dialer, recorder.listener))
     recorder.run()
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + PATIENCE
     together(partial(dialer.handshake, SECRET, True, deadline), partial(listener.handshake, SECRET, False, deadline))
     write = dialer._write
 
@@ -430,13 +443,13 @@ def test_a_replayed_and_a_reflected_handshake_are_refused() -> None:
     crossed = bytes(recorder.bytes[recorder.to_dialer])[:DIALER_BYTES]
     own, theirs = connected()
     own.sendall(crossed)
-    listener = SecureChannel(theirs, 100, seconds=1.0)
+    listener = SecureChannel(theirs, 100, seconds=PATIENCE)
     with pytest.raises(ConnectionError, match="another secret"):
-        listener.handshake(SECRET, False, time.monotonic() + 1.0)
+        listener.handshake(SECRET, False, time.monotonic() + PATIENCE)
     for each in (own, listener, recorder):
         each.close()
     mirror, line = connected()
-    dialer = SecureChannel(line, 100, seconds=1.0)
+    dialer = SecureChannel(line, 100, seconds=PATIENCE)
 
     def reflect() -> None:
         nonce = bytes(32)
@@ -445,7 +458,7 @@ def test_a_replayed_and_a_reflected_handshake_are_refused() -> None:
         mirror.sendall(answer[32:])
 
     with pytest.raises(ConnectionError, match="another secret"):
-        together(reflect, partial(dialer.handshake, SECRET, True, time.monotonic() + 1.0))
+        together(reflect, partial(dialer.handshake, SECRET, True, time.monotonic() + PATIENCE))
     for end in (mirror, dialer):
         end.close()
 
@@ -468,7 +481,7 @@ def test_large_frames_cross_in_both_directions_at_once() -> None:
         sender = threading.Thread(target=end.send, args=(MESSAGE, 0, 0, body))
         sender.start()
         received = end.receive()[3]
-        sender.join(10)
+        sender.join(PATIENCE)
         return received
 
     assert together(*(partial(both, end) for end in ends)) == [body, body]
@@ -489,12 +502,33 @@ def test_a_listener_outlives_connections_that_fail() -> None:
     thread.start()
     for _ in range(3):
         socket.create_connection(listener.getsockname()).close()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + PATIENCE
     while len(served) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     shut(listener)
-    thread.join(5)
+    thread.join(PATIENCE)
     assert len(served) == 3 and not thread.is_alive()
+
+
+class ShutMeanwhile:
+    """A listener that is shut while a thread waits for connections."""
+
+    number = 3
+
+    def fileno(self) -> int:
+        return self.number
+
+    def accept(self) -> None:
+        self.number = -1
+        raise OSError("it was shut")
+
+
+def test_the_thread_of_a_listener_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It slept once more, and aborted an interpreter that ended meanwhile where it was the last to hold tensors."""
+    monkeypatch.setattr(secure_channel, "time", SimpleNamespace(sleep=lambda seconds: pytest.fail("it sleeps")))
+    listener: Any = ShutMeanwhile()
+    accept_all(listener, socket.socket.close)
+    assert listener.fileno() < 0
 
 
 # -- TLS ---------------------------------------------------------------------------------------------------------------
@@ -559,7 +593,8 @@ def test_without_a_secret_only_loopback_is_served(tmp_path: Path, monkeypatch: p
 def test_a_rank_with_another_secret_is_a_stranger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with group(tmp_path, timeout=0.5) as (first, second):
+    monkeypatch.setattr(peer_connector, "_WARN_AFTER", 2)  # handshakes, which take long on a busy machine
+    with group(tmp_path) as (first, second):
         second.close()
         monkeypatch.setenv("GRADWIRE_SECRET", "the secret of another job")
         place = {"rank": 1, "world": 2, "meeting": tmp_path, "timeout": 2.0}
@@ -580,16 +615,6 @@ def test_launchers_hand_one_random_secret_to_all_ranks(monkeypatch: pytest.Monke
     assert all(a == b and len(a) == 64 for a, b in runs) and runs[0] != runs[1]
     monkeypatch.setenv("GRADWIRE_SECRET", "chosen by the user")
     assert launch(secret_of_rank, 2, backend="", limit_seconds=60) == ["chosen by the user"] * 2
-
-
-def test_a_command_in_many_ranks_shares_a_random_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradwire_lab.network.launch import run_local
-
-    monkeypatch.delenv("GRADWIRE_SECRET", raising=False)
-    lines: list[str] = []
-    code = "import os; print(os.environ['GRADWIRE_SECRET'])"
-    assert run_local([sys.executable, "-c", code], 2, lambda rank, line: lines.append(line)).code == 0
-    assert len(lines) == 2 and len(set(lines)) == 1 and len(lines[0]) == 64
 
 
 def test_the_store_of_rank_0_listens_at_its_own_address_alone() -> None:

@@ -76,14 +76,14 @@ def test_selection(n: int, dtype: torch.dtype, momentum: bool) -> None:
 
             def accumulate(grad: Tensor = grad, k: int = k) -> tuple[Tensor | None, ...]:
                 held = memories(n, momentum)
-                found = fused.accumulate_topk_(grad, *held, rule, (n,), (k,))
+                found = fused.carry_topk_(grad, held, held, rule, (n,), (k,))
                 return *found[:3], *held
 
             def send(grad: Tensor = grad, k: int = k) -> tuple[Tensor | None, ...]:
                 before = memories(n, momentum)
                 after = tuple(None if held is None else torch.empty_like(held) for held in before)
                 assert len(after) == 2 and after[0] is not None
-                found = fused.send_topk_(grad, before, (after[0], after[1]), True, rule, (n,), (k,))
+                found = fused.carry_topk_(grad, before, (after[0], after[1]), rule, (n,), (k,), 2)
                 return *found[:3], *before, *after
 
             same(accumulate)

@@ -33,7 +33,8 @@ def test_vectors_in_several_places_are_read_there() -> None:
         one, two, three, four = (memory[0].clone() for _ in range(4))
         signs, flag = fused.feedback_sign_(grad, one, 1.0, lengths, False)
         codes, _ = fused.feedback_integer_(grad, two, 0.5, lengths, 4, 100)
-        found = fused.accumulate_topk_(grad, three, momentum := memory[1].clone(), rule, lengths, (9, 3000, 0))
+        both = three, (momentum := memory[1].clone())
+        found = fused.carry_topk_(grad, both, both, rule, lengths, (9, 3000, 0))
         next_momentum_(grad, Momentum(memory[1], None, 0.9), four)
         levels = [quantize.qsgd_encode(grad, n, names, KEY, 127, bucket) for bucket in (512, None)]
         return [signs, flag, codes, *found, momentum, one, two, three, four, *levels]
@@ -50,7 +51,7 @@ def test_values_are_written_to_several_places() -> None:
     signs, codes = quantize.sign_encode(x, n, False), quantize.integer_encode(x, n, 4, 100)
     levels = quantize.qsgd_encode(x, n, tuple("abc"), KEY, 127, 512)
     spots, values = torch.arange(3, x.numel(), 7), torch.randn(x[3::7].numel())
-    entries = values, spots, (0, values.numel()), 0, 1
+    entries = values, spots, (0, values.numel()), 1
     for write, known in (
         (partial(quantize.sign_decode, signs, n), quantize.sign_decode(signs, n)),
         (partial(quantize.integer_decode, codes, n, 4, 100), quantize.integer_decode(codes, n, 4, 100)),

@@ -71,8 +71,10 @@ def selected(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "topk", fused.topk(x, LENGTHS, counts)
     for name, grad in (("fp32", x), ("bf16", x.bfloat16())):
         residual, momentum = x.flip(0).clone(), x.roll(9).clone()
-        found = fused.accumulate_topk_(grad, residual, momentum, fused.Accumulation(momentum=0.9), LENGTHS, counts)
-        yield f"accumulate_topk_ {name}", torch.cat((found.indices, found.values, residual, momentum))
+        found = fused.carry_topk_(
+            grad, (residual, momentum), (residual, momentum), fused.Accumulation(momentum=0.9), LENGTHS, counts
+        )
+        yield f"carry_topk_ {name}", torch.cat((found.indices, found.values, residual, momentum))
         for bits in (1, 4):
             residual = x.flip(0).clone()
             how = (grad, residual, 0.9, LENGTHS)
@@ -87,8 +89,8 @@ def merged(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     draws = [torch.Generator().manual_seed(rank) for rank in range(3)]
     indices = torch.cat([torch.randperm(N, generator=draw)[:30_000].sort().values for draw in draws])
     yield "scatter_mean", fused.scatter_mean(x[:90_000], indices, bounds, N, 3)
-    out = torch.empty(N // 2)
-    fused.scatter_mean_(out, x[:90_000], indices, bounds, N // 3, 3)
+    out = torch.empty(N)
+    fused.scatter_mean_(out, x[:90_000], indices, bounds, 3)
     yield "scatter_mean_", out
     ways = (
         (fused.merge_integer, (4, 256), lambda y: quantize.integer_encode(y, table, 4, 256)),

@@ -91,8 +91,8 @@ def test_one_pass_selection(lengths, rule, dtype):
         g = draw("normal", n, step).to(dtype)
         if step == 1:
             g[n // 2], g[0] = float("nan"), float("-inf")
-        expected = plain(fused.accumulate_topk_, g, v, u, rule, lengths, counts)
-        found = cuda.accumulate_topk_(g.to(DEVICE), v2, u2, rule, lengths, counts)
+        expected = plain(fused.carry_topk_, g, (v, u), (v, u), rule, lengths, counts)
+        found = cuda.carry_topk_(g.to(DEVICE), (v2, u2), (v2, u2), rule, lengths, counts)
         for a, b in zip(found, expected, strict=True):
             same(a, b)
         plain(fused.subtract_sent_, v, u, expected.indices, expected.values)
@@ -100,6 +100,22 @@ def test_one_pass_selection(lengths, rule, dtype):
         same(v2, v)
         if u is not None:
             same(u2, u)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
+@pytest.mark.parametrize("turns", [False, True])
+def test_accumulation(rule, turns):
+    n = 5003
+    g, v, u = draw("normal", n), draw("normal", n, 1), None if rule.momentum == 0 else draw("normal", n, 2)
+    g[7] = float("inf")
+    v2, u2, old = on(DEVICE, v.clone(), None if u is None else u.clone(), v.neg() if turns else None)
+    same(
+        cuda.accumulate_(g.to(DEVICE), v2, u2, rule, old),
+        plain(fused.accumulate_, g, v, u, rule, v.neg() if turns else None),
+    )
+    same(v2, v)
+    if u is not None:
+        same(u2, u)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
@@ -115,12 +131,12 @@ def test_memories_that_take_turns(rule, mask):
         if step == 1:
             g[6000] = float("inf")  # where nothing is wanted
         held = [x if x is None else x.clone() for x in before]
-        expected = plain(fused.send_topk_, g, first, first, mask, rule, lengths, counts)
+        expected = plain(fused.carry_topk_, g, first, first, rule, lengths, counts, 1 + mask)
         if step == 2:
             found = cuda.carry_topk_(g.to(DEVICE), before, after, rule, lengths, counts)
             cuda.subtract_sent_(after[0], after[1] if mask else None, found.indices, found.values)
         else:
-            found = cuda.send_topk_(g.to(DEVICE), before, after, mask, rule, lengths, counts)
+            found = cuda.carry_topk_(g.to(DEVICE), before, after, rule, lengths, counts, 1 + mask)
         for a, b in zip(found, expected, strict=True):
             same(a, b)
         for old, kept, new, wanted in zip(before, held, after, first, strict=True):
@@ -136,8 +152,8 @@ def test_selection_of_odd_magnitudes(kind):
     g = draw(kind, sum(lengths))
     v = torch.zeros(sum(lengths))
     v2, g2 = on(DEVICE, v.clone(), g)
-    expected = plain(fused.accumulate_topk_, g, v, None, Accumulation(), lengths, counts)
-    found = cuda.accumulate_topk_(g2, v2, None, Accumulation(), lengths, counts)
+    expected = plain(fused.carry_topk_, g, (v, None), (v, None), Accumulation(), lengths, counts)
+    found = cuda.carry_topk_(g2, (v2, None), (v2, None), Accumulation(), lengths, counts)
     for a, b in zip(found, expected, strict=True):
         same(a, b)
 
@@ -149,12 +165,35 @@ def mislead(monkeypatch, low, high):
 
     def launch_and_replace(kernel, programs, facts, fresh, rest, **options):
         launch(kernel, programs, facts, fresh, rest, **options)
-        if kernel is selection.sample:
+        if kernel is selection.refine:
             dense = rest[1][:, workspace.KIND.value] == workspace.DENSE.value
             rest[3][:, workspace.LOW.value] = keys[0]
             rest[3][:, workspace.HIGH.value] = torch.where(dense, max(keys), 0x7FFFFFFF)
 
     monkeypatch.setattr(selection, "launch", launch_and_replace)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("octaves", [0.0, 30.0, 90.0])
+def test_a_sample_of_even_magnitudes_finds_a_narrow_range(octaves, ratio, monkeypatch):
+    """Spread over so many octaves, so that the range reaches over several coarse bins; 0: normal magnitudes."""
+    n, ranges = 300_000, []
+    launch = selection.launch
+
+    def launch_and_look(kernel, programs, facts, fresh, rest, **options):
+        launch(kernel, programs, facts, fresh, rest, **options)
+        if kernel is selection.refine:
+            ranges.append(rest[3][0, [workspace.LOW.value, workspace.HIGH.value]].tolist())
+
+    monkeypatch.setattr(selection, "launch", launch_and_look)
+    even = torch.rand(n, generator=torch.Generator().manual_seed(7)) - 0.8
+    x = draw("normal", n) if octaves == 0 else torch.exp2(octaves * even)
+    k = int(n * ratio)
+    cuda.topk(x.to(DEVICE), (n,), (k,))
+    ((low, high),) = ranges
+    keys = x.abs().view(torch.int32)
+    assert low <= int(keys.sort(descending=True).values[k - 1]) < high
+    assert int(((keys >= low) & (keys < high)).sum()) < n // 16
 
 
 @pytest.mark.parametrize("low", [0.0, 1e-45, 1e-30, 0.5, 3.0, 1e30, float("inf")])
@@ -211,8 +250,8 @@ def test_winners_that_lie_together(lengths):
     x = draw("normal", n)
     x[n // 3 : n // 3 + n // 90] *= 50
     v, v2 = torch.zeros(n), torch.zeros(n, device=DEVICE)
-    expected = plain(fused.send_topk_, x, (v, None), (v, None), False, Accumulation(), lengths, counts)
-    found = cuda.send_topk_(x.to(DEVICE), (v2, None), (v2, None), False, Accumulation(), lengths, counts)
+    expected = plain(fused.carry_topk_, x, (v, None), (v, None), Accumulation(), lengths, counts, 1)
+    found = cuda.carry_topk_(x.to(DEVICE), (v2, None), (v2, None), Accumulation(), lengths, counts, 1)
     for a, b in zip((*found, v2), (*expected, v), strict=True):
         same(a, b)
 
@@ -240,8 +279,8 @@ def test_many_equals_in_several_chunks(filled):
     n = sum(lengths)
     g = draw("normal", n).sign() * (torch.rand(n) < filled)
     v, v2 = torch.zeros(n), torch.zeros(n, device=DEVICE)
-    expected = plain(fused.send_topk_, g, (v, None), (v, None), False, Accumulation(), lengths, counts)
-    found = cuda.send_topk_(g.to(DEVICE), (v2, None), (v2, None), False, Accumulation(), lengths, counts)
+    expected = plain(fused.carry_topk_, g, (v, None), (v, None), Accumulation(), lengths, counts, 1)
+    found = cuda.carry_topk_(g.to(DEVICE), (v2, None), (v2, None), Accumulation(), lengths, counts, 1)
     for a, b in zip((*found, v2), (*expected, v), strict=True):
         same(a, b)
 
@@ -256,8 +295,8 @@ def test_gradients_that_repeat_and_jump(rule, ratio):
     v2, u2 = on(DEVICE, v.clone(), None if u is None else u.clone())
     for size in (1.0, 1.0, 1.0, 1000.0, 1e-3):
         g = size * draw("normal", n)
-        expected = plain(fused.send_topk_, g, (v, u), (v, u), True, rule, lengths, counts)
-        found = cuda.send_topk_(g.to(DEVICE), (v2, u2), (v2, u2), True, rule, lengths, counts)
+        expected = plain(fused.carry_topk_, g, (v, u), (v, u), rule, lengths, counts, 2)
+        found = cuda.carry_topk_(g.to(DEVICE), (v2, u2), (v2, u2), rule, lengths, counts, 2)
         for a, b in zip((*found, v2, u2), (*expected, v, u), strict=True):
             assert a is b is None or torch.equal(a.cpu(), b)
 
@@ -487,7 +526,7 @@ def test_scatter_mean_where_many_meet(world):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_scatter_mean_into_a_part_of_what_is_there(world):
+def test_scatter_mean_into_what_is_there(world):
     torch.manual_seed(2)
     n = 7000
     crowd = torch.arange(3001, 3101)  # more in a tile than are held at once
@@ -495,19 +534,23 @@ def test_scatter_mean_into_a_part_of_what_is_there(world):
     bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
     indices, values = torch.cat(places), torch.randn(sum(p.numel() for p in places))
     whole = plain(fused.scatter_mean, values, indices, bounds, n, world)
+    ranks = torch.repeat_interleave(torch.arange(world), torch.tensor(bounds).diff())
     for start, stop in ((0, n), (1, n), (700, 3050), (3051, 3052), (513, 1025), (40, 40)):
+        mine = (indices >= start) & (indices < stop)
+        some = values[mine], indices[mine] - start
+        ends = (0, *torch.bincount(ranks[mine], minlength=world).cumsum(0).tolist())
         for offset in (0, 1, 4):
             known = torch.full((n + 8,), 7.0, device=DEVICE)
             out = known[offset : offset + stop - start]
-            cuda.scatter_mean_(out, *on(DEVICE, values, indices), bounds, start, world)
+            cuda.scatter_mean_(out, *on(DEVICE, *some), ends, world)
             same(out, whole[start:stop])
             assert bool((known[:offset] == 7.0).all() and (known[offset + stop - start :] == 7.0).all())
 
 
 def test_no_damaged_message_writes_elsewhere():
     known = torch.full((3000,), 7.0, device=DEVICE)
-    indices = torch.tensor([2000, 5, 1900, 0, 2999, 1000, 1700, 3], device=DEVICE)
-    cuda.scatter_mean_(known[1000:2000], torch.ones(8, device=DEVICE), indices, (0, 8), 1000, 1)
+    indices = torch.tensor([1000, -995, 900, -1000, 1999, 0, 700, -997], device=DEVICE)
+    cuda.scatter_mean_(known[1000:2000], torch.ones(8, device=DEVICE), indices, (0, 8), 1)
     assert bool((known[:1000] == 7.0).all() and (known[2000:] == 7.0).all())
 
 
@@ -545,17 +588,17 @@ def test_large_segments_in_a_graph():
     counts = (3000, 70, 1000)
     n = sum(lengths)
     g, v, u = torch.randn(n, device=DEVICE), torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
-    cuda.accumulate_topk_(g, v.clone(), u.clone(), RULES[1], lengths, counts)  # compiles
+    cuda.carry_topk_(g, (v, u), (torch.empty_like(v), torch.empty_like(u)), RULES[1], lengths, counts)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = cuda.accumulate_topk_(g, v, u, RULES[1], lengths, counts)
+        found = cuda.carry_topk_(g, (v, u), (v, u), RULES[1], lengths, counts)
     v.zero_()
     u.zero_()
     v2, u2 = v.clone(), u.clone()
     for _ in range(4):
         g.normal_()
         graph.replay()
-        expected = plain(fused.accumulate_topk_, g, v2, u2, RULES[1], lengths, counts)
+        expected = plain(fused.carry_topk_, g, (v2, u2), (v2, u2), RULES[1], lengths, counts)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
 
@@ -584,8 +627,8 @@ def test_long_segments_whose_gradients_jump(rule):
     v2, u2 = v.clone(), None if u is None else u.clone()
     for step, size in enumerate((1.0, 100.0, 1.0, 1e-4, 1e4, 0.0)):
         g = size * draw("ties" if step == 4 else "normal", n, step).to(DEVICE)
-        expected = plain(fused.send_topk_, g, (v, u), (v, u), True, rule, lengths, counts)
-        found = cuda.send_topk_(g, (v2, u2), (v2, u2), True, rule, lengths, counts)
+        expected = plain(fused.carry_topk_, g, (v, u), (v, u), rule, lengths, counts, 2)
+        found = cuda.carry_topk_(g, (v2, u2), (v2, u2), rule, lengths, counts, 2)
         for a, b in zip((*found, v2, u2), (*expected, v, u), strict=True):
             assert a is b is None or torch.equal(a, b)
         if step == 2:  # so that less may be more than what is left
@@ -652,8 +695,8 @@ def test_memories_of_which_half_is_sent(rule, mask):
         g = draw("normal", n, step)
         if step == 1:
             g[71_000] = float("inf")  # where nothing is wanted
-        expected = plain(fused.send_topk_, g, held, held, mask, rule, lengths, counts)
-        found = cuda.send_topk_(g.to(DEVICE), before, after, mask, rule, lengths, counts)
+        expected = plain(fused.carry_topk_, g, held, held, rule, lengths, counts, 1 + mask)
+        found = cuda.carry_topk_(g.to(DEVICE), before, after, rule, lengths, counts, 1 + mask)
         for a, b in zip(found, expected, strict=True):
             same(a, b)
         for new, wanted in zip(after, held, strict=True):

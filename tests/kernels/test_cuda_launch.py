@@ -45,6 +45,6 @@ def test_a_mean_is_written_by_what_was_compiled_for_such_a_place(monkeypatch: py
     known: list[Any] = []
     monkeypatch.setattr(scatter, "launch", lambda kernel, programs, facts, *about, **options: known.append(facts))
     there, indices = torch.zeros(100), torch.tensor([3, 50])
-    for offset, start in ((0, 0), (1, 0), (0, 5)):
-        scatter.scatter_mean_(there[offset : offset + 60], torch.ones(2), indices, (0, 2), start, 1)
+    for offset, n in ((0, 60), (1, 60), (0, 65)):
+        scatter.scatter_mean_(there[offset : offset + n], torch.ones(2), indices, (0, 2), 1)
     assert known[0] == known[1] and len(set(known)) == 3

@@ -9,6 +9,7 @@ import torch
 from gradwire.core.layout import Scattered, in_one_place
 from gradwire.kernels import fused, momentum, quantize
 from gradwire.kernels.dispatch import reference_only
+from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.groups import block_lengths
 from gradwire.kernels.momentum import Momentum
 
@@ -230,6 +231,40 @@ def test_selections_of_momentum_of_a_gradient_in_pieces(cuts):
         same(a, b)
 
 
+@pytest.mark.parametrize("mask", [None, False, True])
+@pytest.mark.parametrize("cuts", TILES)
+def test_selections_of_a_gradient_in_pieces(cuts, mask):
+    """Without ``mask`` what is selected stays in the memories."""
+    sizes, gap = TILES[cuts]
+    budget = Accumulation(momentum=0.9), (3000, 5044), (40, 60)
+    g, v, u, _ = inputs(sum(sizes), bad=False)
+    g[5] = torch.inf
+    pieces, around = in_pieces(g, sizes, gap)
+    kept, theirs = around.clone(), (v.clone().to(DEVICE), u.clone().to(DEVICE))
+    after = tuple(torch.full_like(x, torch.nan) for x in theirs)
+    subtract = 0 if mask is None else 1 + mask
+    expected = plain(fused.carry_topk_, g, (v, u), (v, u), *budget, subtract)
+    found = cuda.carry_topk_(pieces, theirs, after, *budget, subtract)
+    for a, b in zip((*found, *after), (*expected, v, u), strict=True):
+        same(a, b)
+    assert torch.equal(around.nan_to_num(), kept.nan_to_num())  # it is only read
+
+
+@pytest.mark.parametrize("cuts", TILES)
+@pytest.mark.parametrize("density", [0.004, 0.3])
+def test_a_mean_is_written_to_pieces(density, cuts):
+    sizes, gap = TILES[cuts]
+    draw = torch.Generator().manual_seed(3)
+    chosen = [(torch.rand(sum(sizes), generator=draw) < density).nonzero().flatten() for _ in range(3)]
+    bounds, indices = (0, *torch.tensor([x.numel() for x in chosen]).cumsum(0).tolist()), torch.cat(chosen)
+    values, expected = torch.randn(indices.numel(), generator=draw), torch.empty(sum(sizes))
+    plain(fused.scatter_mean_, expected, values, indices, bounds, 3)
+    pieces, around = in_pieces(torch.ones(sum(sizes)), sizes, gap)
+    cuda.scatter_mean_(pieces, values.to(DEVICE), indices.to(DEVICE), bounds, 3)
+    same(in_one_place(pieces), expected)
+    assert int(around.isnan().sum()) == gap * (len(sizes) + 1)
+
+
 @pytest.mark.parametrize("cuts", [None, *TILES])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("density", [0.004, 0.3])
@@ -301,7 +336,7 @@ def test_a_servers_turn(table, ranks, indebted):
         if left is not None:
             same(mine_left, left)
             there = error.clone().to(DEVICE)
-            same(cuda.merge_sign_into_(mine, there, lengths, norm, there), data)
+            same(cuda.merge_sign(mine, there, lengths, norm, there)[0], data)
             same(there, left)
 
 

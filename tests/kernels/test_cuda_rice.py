@@ -56,16 +56,23 @@ def test_codes(kind, count, n):
     indices = support(kind, count, n)
     with reference_only():
         expected, used = rice.rice_encode(indices, n)
-    data, length = cuda.rice_encode(indices.to(DEVICE), n, before=5, after=3)
+    data, length = cuda.rice_encode(indices.to(DEVICE), n)
     assert int(length) == int(used)
-    assert torch.equal(data.cpu(), torch.nn.functional.pad(expected, (5, 3)))
+    assert torch.equal(data.cpu(), expected)
 
 
 @pytest.mark.parametrize("kind, count, n", [("random", 3 * 512 * 256 + 77, 2**20), ("clustered", 5003, 2**33)])
 def test_sizes_by_groups(kind, count, n, monkeypatch):
     """Of very many blocks, groups are added up first."""
     monkeypatch.setattr(rice_writer, "_MANY", 2)
-    test_codes(kind, count if DEVICE == "cuda" else min(count, 140_003), n)
+    count = count if DEVICE == "cuda" else min(count, 140_003)
+    test_codes(kind, count, n)
+    test_several_messages_at_once(kind, count, n)
+
+
+def test_damaged_messages_by_groups(monkeypatch):
+    monkeypatch.setattr(rice_writer, "_MANY", 1)
+    test_damaged_messages_are_told_and_stay_inside()
 
 
 @pytest.mark.parametrize("kind, count, n", CASES)

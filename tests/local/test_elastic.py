@@ -1,6 +1,7 @@
 """Elastic rounds: workers that die, miss rounds, come back and join, in threads."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -44,6 +45,20 @@ class Worker:
             self.optimizer.step()
             self.outer()
         return self
+
+    def train_until(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            self.train(self.outer.steps + 1)
+            time.sleep(0.01)
+
+    def train_with_all(self) -> None:
+        """Until a round in which all count, which is the same one for all of them."""
+        group, deadline = self.outer.group, time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            resyncs = group.resyncs
+            self.train(self.outer.steps + 1)
+            if group.resyncs == resyncs and group.rounds.members == tuple(range(group.link.world)):
+                return
 
     def weights(self) -> dict[str, Tensor]:
         return {name: x.detach().clone() for name, x in self.outer.outer.weights.items()}
@@ -161,6 +176,145 @@ def test_a_worker_that_missed_rounds_keeps_its_error_and_starts_from_the_outer_w
     close(workers)
 
 
+class Addresses:
+    """Where workers listen, but for some."""
+
+    def __init__(self, table: Any, hidden: tuple[int, ...]) -> None:
+        self._table, self.hidden = table, hidden
+
+    def read(self, rank: int) -> Any:
+        return None if rank in self.hidden else self._table.read(rank)
+
+
+def cut_off(worker: Worker, *peers: int) -> Addresses:
+    """As if the network had lost its connections to lower ranks, which it dials again once they are not hidden."""
+    mesh = worker.outer.group.mesh
+    addresses = mesh._connector._rendezvous = Addresses(mesh._connector._rendezvous, peers)
+    for peer in peers:
+        mesh.drop(peer, "is out of reach")
+    return addresses
+
+
+def without_edge_to_0(folder: Path, rank: int) -> list[Worker]:
+    """Three workers after two rounds; then one of them loses its connection to rank 0."""
+    workers = elastic_workers(3, folder, spec="local_sgd(H=1)", timeout=20.0)
+    train(workers, 2)
+    cut_off(workers[rank], 0)
+    return workers
+
+
+def test_a_worker_that_cannot_reach_the_leader_takes_over_what_another_has(tmp_path: Path) -> None:
+    """It missed all rounds, and started each again from older weights."""
+    workers = first, second, lost = without_edge_to_0(tmp_path, 2)
+    # It misses round 2, and finds in round 3 that the second worker is further.
+    together(lambda: first.train(4), lambda: second.train(4), lambda: lost.train(3))
+    assert (lost.outer.group.missed, lost.outer.group.resyncs, lost.outer.steps) == (2, 2, 4)
+    assert fixtures.same(lost.weights(), second.weights()) and fixtures.same(first.weights(), second.weights())
+    assert first.outer.group.rounds.members == second.outer.group.rounds.members == (0, 1)
+    close(workers)
+
+
+def test_a_worker_that_reaches_one_follower_alone_follows_with_it(tmp_path: Path) -> None:
+    """Of two workers with different histories, it went on with its own, as the older one, and trained alone."""
+    workers = first, lost, second = without_edge_to_0(tmp_path, 1)
+    # It leads itself in round 2, and finds in round 3 that the other one has more connections.
+    together(lambda: first.train(4), lambda: second.train(4), lambda: lost.train(4))
+    assert fixtures.same(lost.weights(), second.weights()) and fixtures.same(first.weights(), second.weights())
+    assert lost.outer.group.resyncs == 2
+    close(workers)
+
+
+def test_parts_of_a_split_group_that_are_far_apart_come_together(tmp_path: Path) -> None:
+    """Each had a round to make with the other that was far away, and went on alone."""
+    workers = elastic_workers(3, tmp_path, spec="local_sgd(H=1)", timeout=5.0)
+    train(workers, 2)
+    *others, lost = workers
+    addresses = cut_off(lost, 0, 1)
+    lost.outer.group.rounds.members = (2,)  # it does not wait for the others
+    lost.outer.group.rounds.step = lost.outer.steps = 1000
+    lost.train(1001)
+    train(others, 4)
+    addresses.hidden = ()
+    assert all(one.outer.group.mesh.await_peer(2) for one in others)
+    together(*(one.train_with_all for one in workers))
+    assert [one.outer.group.resyncs > one.rank for one in others] == [True, True]
+    assert [one.outer.steps for one in workers] == [lost.outer.steps] * 3 and lost.outer.steps > 1001
+    assert all(fixtures.same(one.weights(), lost.weights()) for one in others)
+    close(workers)
+
+
+def test_a_worker_agrees_to_no_round_before_the_one_whose_state_it_waits_for(tmp_path: Path, monkeypatch: Any) -> None:
+    """Another one waited for it in such a round, and it for the others, which waited for that one."""
+    workers = elastic_workers(3, tmp_path, spec="local_sgd(H=1)")
+    train(workers, 2)
+    *others, late = workers
+    group, ended, waits = late.outer.group, threading.Event(), list[tuple[int, int]]()
+    join, copy = group.mesh.join, group._copy
+
+    def join_late(step: int, snapshot: Any) -> None:
+        while others[0].outer.steps < step + 3:
+            time.sleep(0.01)
+        join(step, snapshot)
+
+    def note(peer: int, at_least: int) -> bool:
+        waits.append((at_least, group.mesh._agreement.next_step))
+        return copy(peer, at_least)
+
+    addresses = cut_off(late, 0, 1)
+    train(others, 4)
+    monkeypatch.setattr(group.mesh, "join", join_late)
+    monkeypatch.setattr(group, "_copy", note)
+    addresses.hidden = ()
+    assert all(group.mesh.await_peer(one.rank) for one in others)
+    goes_on = (lambda one=one: one.train_until(ended) for one in others)
+    together(
+        *goes_on, lambda: (late.train(3), ended.set(), late.outer.close())
+    )  # or they would wait for its next round
+    assert len(waits) == 2 and waits[1][0] == waits[1][1] > 4
+    close(others)
+
+
+def test_a_worker_that_dies_and_is_back_within_a_round_is_not_awaited_in_it(tmp_path: Path) -> None:
+    """The others waited for its ballot, and it for their next round."""
+    options: dict[str, Any] = {"spec": "local_sgd(H=1)", "timeout": 10.0}
+    workers = elastic_workers(3, tmp_path, **options)
+    train(workers, 2)
+    first, second, dying = workers
+    edges = first.outer.group.mesh.edges
+    edge, sockets = edges.by_peer[2], dying.outer.group.mesh
+    with ThreadPoolExecutor(3) as pool:
+        rounds = [pool.submit(one.train, 9) for one in (first, dying)]
+        with edges.changed:
+            assert edges.changed.wait_for(lambda: bool(edge.messages), 10.0)  # the first waits for the second
+        with sockets.edges.changed:
+            sockets.edges.closed = True
+            for line in sockets.edges.live():
+                sockets.edges.drop(line)
+        sockets._connector.close()
+        back = pool.submit(lambda: Worker(2, 3, tmp_path, **options).train(9))
+        with edges.changed:
+            assert edges.changed.wait_for(lambda: (edges.by_peer.get(2, edge).start or 0) > 2, 10.0)
+        second.train(9)
+        rounds[0].result(30)
+        assert edges.lost == [2] and first.outer.group.missed == 0
+        close([first, second, back.result(30)])
+
+
+def test_a_worker_that_joins_twice_is_there_once(tmp_path: Path) -> None:
+    """Both went on, and took each other's place at the other workers in every round."""
+    workers = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")
+    train(workers, 2)
+    again = Worker(1, 2, tmp_path, spec="local_sgd(H=1)")
+    deadline = time.monotonic() + TIMEOUT
+    while workers[1].outer.group.mesh._connector.successor is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="another process has joined as rank 1"):
+        workers[1].train(3)
+    train([workers[0], again], 5)
+    assert again.outer.group.rounds.members == (0, 1) and again.outer.group.missed == 0
+    close([workers[0], again])
+
+
 def test_a_leader_that_dies_before_its_decision_costs_the_others_nothing(tmp_path: Path) -> None:
     workers = elastic_workers(3, tmp_path, spec="local_sgd(H=1)")
     check_round(workers)
@@ -216,6 +370,43 @@ def test_an_earlier_state_of_the_same_worker_is_gone_on_from_at_its_own_round(tm
     assert worker.outer.group.rounds.step == 2 and worker.outer.group.rounds.history != later
     assert worker.train(6).outer.group.rounds.step == 3
     worker.outer.close()
+
+
+def test_rounds_that_are_repeated_have_another_history(tmp_path: Path) -> None:
+    """Equal histories mean equal weights, and the inner optimizer may go on from others than before."""
+    worker = Worker(0, 1, tmp_path, spec="local_sgd(H=2)").train(2)
+    state, histories = worker.outer.state_dict(), set()
+    for _ in range(2):
+        worker.outer.load_state_dict(state)
+        assert worker.train(4).outer.group.rounds.step == 2
+        histories.add(worker.outer.group.rounds.history)
+    assert len(histories) == 2
+    worker.outer.close()
+
+
+def test_a_history_begins_with_the_momentum_too(tmp_path: Path) -> None:
+    worker = Worker(0, 1, tmp_path, spec="diloco(H=1)").train(2)
+    state, histories = worker.outer.state_dict(), []
+    momentum = next(name for name in state if name.startswith("local/optimizer/momentum_buffer/"))
+    for number in (state[momentum], state[momentum], state[momentum] + 1):
+        worker.outer.load_state_dict({**state, momentum: number})
+        histories.append(worker.outer.group.rounds.history)
+    assert histories[0] == histories[1] != histories[2]
+    worker.outer.close()
+
+
+def test_steps_of_a_round_that_was_given_up_are_not_counted(tmp_path: Path) -> None:
+    """The worker loads a state from inside a round while the group is further."""
+    workers = elastic_workers(2, tmp_path, spec="local_sgd(H=2)")
+    train(workers, 3)
+    state = workers[1].outer.state_dict()
+    train(workers, 8)
+    before = workers[1].outer.report().local_steps
+    workers[1].outer.load_state_dict(state)
+    assert workers[1].outer.steps == 8 and workers[1].outer.group.resyncs == 2
+    train(workers, 10)
+    assert workers[1].outer.report().local_steps == before + 2
+    close(workers)
 
 
 def test_a_worker_loads_its_own_file_where_rank_0_has_none(tmp_path: Path) -> None:

@@ -168,3 +168,25 @@ def test_outer_weights_may_be_kept_elsewhere() -> None:
     assert fixtures.same(outer.ranks[0].state_dict(), expected[2].ranks[0].state_dict())
     _, _, absent = local_replicas("diloco(H=2)", 1, outer_device="meta")
     assert {x.device.type for x in absent.ranks[0].outer.weights.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_training_continues_after_a_fragment_that_was_not_finite(delay: int) -> None:
+    """The other fragments of that worker would make the first one's gradients NaN again."""
+    nets, optimizers, outer = local_replicas(f"streaming_diloco(H=4, fragments=2, delay={delay})", WORLD)
+    train(nets, optimizers, outer, range(9))
+    with torch.no_grad():
+        nets[1][0].weight[0, 0] = float("nan")
+    train(nets, optimizers, outer, range(9, 25))
+    assert all(bool(p.isfinite().all()) for net in nets for p in net.parameters())
+    assert 0 < outer.ranks[0].skipped == outer.ranks[1].skipped < 4
+
+
+def test_a_state_of_the_first_round_has_the_age_of_each_fragment() -> None:
+    """The first round of a fragment may be shorter, and a report counts the steps of each."""
+    nets, optimizers, outer = local_replicas("streaming_diloco(H=6, fragments=3, delay=1)", 1)
+    train(nets, optimizers, outer, range(3))
+    _, _, again = local_replicas("streaming_diloco(H=6, fragments=3, delay=1)", 1)
+    again.ranks[0].load_state_dict(outer.ranks[0].state_dict())
+    ages = [[fragment.age for fragment in one.ranks[0].fragments] for one in (outer, again)]
+    assert ages == [[3, 1, 3], [3, 1, 3]]

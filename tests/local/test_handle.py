@@ -1,5 +1,6 @@
 """The handle of local steps: its start, reports, other specs, other worlds, and what it refuses."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def test_presets_print_what_they_stand_for() -> None:
         ("diloco(H=3, delay=3)", {}, "delay=3"),
         ("local_sgd(H=2)", {"codec": "onebit_adam"}, "common_momentum"),
         ("diloco(H=2)", {"codec": "dgc(0.1)"}, "momentum_correction"),
+        ("local_sgd(H=2)", {"codec": "demo"}, "hands back signs"),
         ("local_sgd(H=2)", {"codec": "int8", "exchange": "delayed"}, "delayed"),
     ],
 )
@@ -83,6 +85,16 @@ def test_replicas_are_equal_in_the_start_and_differ_inside_rounds() -> None:
     train(nets, optimizers, outer, range(3, 4))
     assert not fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(nets[1]))
     assert outer.ranks[0].inside == 1 and outer.ranks[0].steps == 4
+
+
+def test_weights_that_are_loaded_too_late_are_refused() -> None:
+    """The first round would take them back to where the handle began."""
+    for spec, is_refused in (("diloco(H=4)", True), ("post_local_sgd(H=4, start=2)", False)):
+        nets, optimizers, outer = local_replicas(spec)
+        for net in nets:
+            net.load_state_dict(fixtures.model(seed=7).state_dict())
+        with pytest.raises(RuntimeError, match=r"changed since gradwire\.local") if is_refused else nullcontext():
+            train(nets, optimizers, outer, range(4))
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -123,7 +135,18 @@ def test_a_report_says_where_in_the_start_it_is() -> None:
     train(nets, optimizers, outer, range(1))
     text = str(outer.ranks[0].report())
     assert "1 step of the start" in text and "in the start: 1 of 4 steps" in text
-    assert "payload - smaller" in text and "inf" not in text
+    assert "with the start payload 1.0x smaller" in text and "payload -" not in text and "inf" not in text
+
+
+def test_a_report_after_a_resume_says_from_where_it_counts() -> None:
+    nets, optimizers, outer = local_replicas("local_sgd(H=4)")
+    train(nets, optimizers, outer, range(9))
+    again, others, resumed = local_replicas("local_sgd(H=4)")
+    for rank, one in zip(resumed.ranks, outer.ranks, strict=True):
+        rank.load_state_dict(one.state_dict())
+    train(again, others, resumed, range(9, 12))
+    text = str(resumed.report())
+    assert "4 local steps in 1 round" in text and "since step 9" in text and "the start" not in text
 
 
 def test_a_codec_is_told_where_it_belongs() -> None:
@@ -209,6 +232,10 @@ def test_the_first_rounds_tell_how_long_others_should_be(monkeypatch: pytest.Mon
         assert handle.method.H == 6 and handle.inside == 2
         handle.set("int8")
         assert handle.method.H == 6 and handle.inside == 2, "another codec keeps the rounds"
+    outer.set("local_sgd(H=4)")
+    resumed.set("local_sgd(H=2)")
+    resumed.load_state_dict(outer.state_dict())
+    assert resumed.method.H == 4, "H was set after it was measured"
 
 
 def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes() -> None:
@@ -274,10 +301,57 @@ def test_a_codec_alone_keeps_the_feedback_and_the_mean_over_senders() -> None:
     assert (str(given.feedback), str(given.exchange)) == ("ef21", "allgather")
     assert str(local_method("diloco(H=5)", "int4").message.feedback) == "residual"
     _, _, outer = local_replicas(SPARSE)
+    for stops in (False, True):
+        for rank in outer.ranks:
+            if stops:
+                rank.off()
+            rank.set("topk(0.1)")
+        message = outer.ranks[0].method.message
+        assert str(message.feedback) == "residual(decay=0.95)" and str(message.exchange) == "allgather(mean='senders')"
+
+
+@pytest.mark.parametrize(
+    ("later", "named"),
+    [
+        ("diloco(H=4)", "H=4, rate=0.7, momentum=0.9, nesterov=1, and these have H=3,"),
+        ("diloco(H=3, momentum=0.5)", "momentum=0.5"),
+        ("local_schedule({0: diloco(H=3), 6: diloco(H=5)})", "H=5, rate=0.7, momentum=0.9, nesterov=1 from step 6"),
+    ],
+)
+def test_a_state_of_other_rounds_is_refused(later: str, named: str) -> None:
+    """The rate of one and the momentum of another would continue."""
+    nets, optimizers, outer = local_replicas("diloco(H=3)")
+    _, _, again = local_replicas("diloco(H=3)")
     for rank in outer.ranks:
-        rank.set("topk(0.1)")
-    message = outer.ranks[0].method.message
-    assert str(message.feedback) == "residual(decay=0.95)" and str(message.exchange) == "allgather(mean='senders')"
+        rank.set(later)
+    train(nets, optimizers, outer, range(2))
+    state = outer.ranks[0].state_dict()
+    with pytest.raises(ValueError, match=named):
+        again.ranks[0].load_state_dict(state)
+    again.ranks[0].set(later)
+    again.ranks[0].load_state_dict(state)
+    del state["local/method"]  # older states have none
+    again.ranks[0].load_state_dict(state)
+
+
+def test_a_wire_refuses_a_state_of_local_steps() -> None:
+    """What is owed there are weights, and would be added to gradients."""
+    net = fixtures.model()
+    state = gradwire.local(net, fixtures.sgd(net), "diloco(H=2)", codec="int4").state_dict()
+    wire = gradwire.compress(fixtures.model(), "int4", feedback="residual")
+    with pytest.raises(ValueError, match="state of local steps"):
+        wire.load_state_dict(state)
+
+
+def test_a_model_of_64_bits_takes_its_first_step() -> None:
+    net = torch.nn.Linear(4, 4, dtype=torch.float64)
+    optimizer = fixtures.sgd(net)
+    outer = gradwire.local(net, optimizer, "local_sgd(H=2)")
+    for _ in range(2):
+        net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        outer()
+    assert outer.inside == 0 and outer.rounds == 1
 
 
 def test_off_sends_what_is_owed() -> None:

@@ -1,5 +1,6 @@
 """Inner optimizers: which ones `local` takes, and which it refuses."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -66,3 +67,23 @@ def test_steps_inside_of_averaged_are_refused() -> None:
 def test_replicas_of_one_process_refuse_what_needs_processes(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"leave {next(iter(option))}= out"):
         local_replicas("diloco(H=2)", 2, **option)
+
+
+@pytest.mark.parametrize(("start", "raises"), [(2, True), (0, False)])
+def test_a_start_refuses_optimizers_that_compute_gradients_again(start: int, raises: bool) -> None:
+    """The first gradients of a step are averaged, and the others would be those of one worker."""
+    net = fixtures.model()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+    outer = gradwire.local(net, optimizer, f"diloco(H=2, start={start})")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = fixtures.loss(net, 0, 0)
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="runs its closure again") if raises else nullcontext():
+        optimizer.step(closure)
+    if not raises:
+        outer()
+        assert outer.steps == 1

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fixtures
 import gradwire
 import local_fixtures
+from gradwire.integrations.consistency import devices_differ
+from gradwire.integrations.local import round_length
+from gradwire.integrations.setup import Setup
 from spawn import Answers, cases_fixture, run_ranks
 
 WORLD, STEPS = 3, 7
@@ -200,6 +204,7 @@ def uneven(rank: int, world: int, folder: str) -> tuple[list[int], list[dict[str
     moments = deepcopy(first.state_dict())
     dist.barrier()  # all ranks have saved
     gradwire.load(other, folder)
+    assert outer.rounds == other.rounds == 1
     second.load_state_dict(moments)
     for a, b, c in ((net, first, outer), (again, second, other)):
         take_steps(a, b, c, rank, range(c.steps, 4 + steps[rank]))  # the state has the place in this rank's data
@@ -229,3 +234,84 @@ def test_slow_ranks_take_fewer_steps_and_count_for_less(tmp_path: Path) -> None:
         assert steps == [6, 2] and fixtures.same(through, resumed)
         for mine, x in zip(through.values(), w, strict=True):
             torch.testing.assert_close(mine, x, rtol=1e-4, atol=1e-5)
+
+
+def by_the_clock(rank: int, world: int) -> tuple[int, list[int], float]:
+    """A step of rank 1 takes four times as long. The loop ends after as many rounds on all ranks."""
+    net, clock = fixtures.model(), [0.0]
+    round_length.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
+    optimizer = optimizer_of(net)
+    outer = gradwire.local(net, optimizer, "diloco(H=6)", uneven=True)
+    assert outer.uneven_steps is not None
+    send = outer.fragments[0].wire.sync
+
+    def wait_and_send(differences: Any) -> Any:
+        clock[0] += 0.0 if rank else 1.0
+        return send(differences)
+
+    outer.fragments[0].wire.sync = wait_and_send  # type: ignore[method-assign]
+    while outer.rounds < 3:
+        clock[0] += 0.04 if rank else 0.01
+        take_steps(net, optimizer, outer, rank, range(outer.steps, outer.steps + 1))
+    return outer.steps, outer.uneven_steps.steps, outer.report().payload_ratio
+
+
+def test_a_slow_rank_takes_fewer_steps_though_the_other_waits_for_it() -> None:
+    (fast, steps, ratio), (slow, same, other) = run_ranks(by_the_clock, 2)
+    assert steps == same == [10, 2] and (fast, slow) == (6 + 10 + 10, 6 + 2 + 2)
+    assert ratio == other, "that of the training, whichever rank tells it"
+
+
+def uneven_senders(rank: int, world: int) -> tuple[int, torch.Tensor]:
+    """Rank 0 takes six steps, rank 1 two; each moves, and sends, one entry of its own."""
+    net = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    options = {"codec": "topk(0.25) | fp32", "feedback": "residual", "bundle": None}
+    outer = gradwire.local(net, torch.optim.SGD(net.parameters(), lr=1.0), "sparseloco(H=4)", uneven=True, **options)
+    assert str(outer.method.message.exchange) == "allgather(mean='senders')" and outer.uneven_steps is not None
+    outer.uneven_steps.steps = [6, 2]
+    steps = outer.uneven_steps.own
+    for _ in range(steps):
+        with torch.no_grad():
+            net.weight[0, rank] += 0.5
+        outer()
+    return steps, net.weight.detach()[0]
+
+
+def test_an_entry_of_one_uneven_rank_moves_as_that_rank_moved_it() -> None:
+    (six, one), (two, other) = run_ranks(uneven_senders, 2)
+    assert (six, two) == (6, 2)
+    assert one.tolist() == other.tolist() == [3.0, 1.0, 0.0, 0.0]
+
+
+def on_unlike_devices(rank: int, world: int) -> tuple[str, list[dict[str, torch.Tensor]]]:
+    """Rank 1 claims to have another device, and its inner optimizer rounds differently in the start."""
+    claimed = torch.device("meta" if rank else "cpu")
+    net, refused = fixtures.model(), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Setup, "device", claimed)
+        try:
+            gradwire.compress(fixtures.model(), "int8")
+        except ValueError as error:
+            refused = str(error)
+    optimizer = optimizer_of(net)
+    outer = gradwire.local(net, optimizer, "sparseloco(H=2, k=4, chunk=32, start=3)")
+    outer.start.mixed = devices_differ(outer.link, claimed)
+    found = []
+    for step in range(5):
+        optimizer.zero_grad()
+        fixtures.loss(net, rank, step).backward()
+        optimizer.step()
+        if step < 3:
+            with torch.no_grad():
+                net[0].bias.add_(1e-6 * rank)
+        outer()
+        found.append({name: x.detach().clone() for name, x in outer.outer.weights.items()})
+    return refused, found
+
+
+def test_unlike_devices_agree_after_the_start_and_are_refused_where_they_would_not() -> None:
+    (error, first), (other, second) = run_ranks(on_unlike_devices, 2)
+    assert "device meta" in error and "device cpu" in error and error == other
+    assert not fixtures.same(first[1], second[1])  # inside the start
+    assert all(fixtures.same(a, b) for a, b in zip(first[2:], second[2:], strict=True))

@@ -80,7 +80,7 @@ def test_the_start_comes_before_the_schedule() -> None:
     assert outer.ranks[0].report().rounds.steps == 3
 
 
-@pytest.mark.parametrize(("saved", "inside"), [(3, 0), (5, 1), (8, 1)])
+@pytest.mark.parametrize(("saved", "inside"), [(3, 0), (4, 0), (5, 1), (8, 1)])
 def test_a_saved_state_continues_inside_any_round(saved: int, inside: int) -> None:
     nets, optimizers, outer = local_replicas(SPEC, WORLD, bundle=None)
     train(nets, optimizers, outer, range(saved))
@@ -127,6 +127,25 @@ def test_schedules_that_make_no_sense_are_refused(spec: str, named: str) -> None
     assert named in str(refused.value)
 
 
+def test_a_codec_that_is_set_between_rounds_leaves_the_next_rate_alone() -> None:
+    nets, optimizers, outer = local_replicas("local_schedule({0: local_sgd(H=2), 4: local_sgd(H=2, rate=0.5)})", 2)
+    train(nets, optimizers, outer, range(4))
+    for rank in outer.ranks:
+        rank.set("int8")
+    train(nets, optimizers, outer, range(4, 6))
+    assert outer.ranks[0].optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_rounds_of_the_same_rate_leave_that_of_a_scheduler_alone() -> None:
+    nets, optimizers, outer = local_replicas("local_schedule({0: diloco(H=1), 4: diloco(H=3)})", 1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(outer.ranks[0].optimizer, 0.5)
+    train(nets, optimizers, outer, range(3))
+    scheduler.step()
+    train(nets, optimizers, outer, range(3, 7))
+    assert outer.ranks[0].method.H == 3
+    assert outer.ranks[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.35)
+
+
 def test_an_optimizer_of_ones_own_keeps_its_rate() -> None:
     own = lambda weights: torch.optim.SGD(weights, lr=0.1)  # noqa: E731
     with pytest.raises(ValueError, match="outer= makes an optimizer"):
@@ -134,6 +153,8 @@ def test_an_optimizer_of_ones_own_keeps_its_rate() -> None:
     nets, optimizers, outer = local_replicas("local_schedule({0: local_sgd(H=1), 4: local_sgd(H=3)})", 1, outer=own)
     train(nets, optimizers, outer, range(7))
     assert outer.ranks[0].method.H == 3 and outer.ranks[0].optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match="outer= makes an optimizer"):
+        outer.ranks[0].set("local_schedule({0: local_sgd(H=1), 4: local_sgd(H=3, rate=0.5)})")
 
 
 def test_the_text_names_all_rounds() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from gradwire_lab.bench.network.grid import Budget, Scenario
 from gradwire_lab.bench.network.runner import measure, turns
 from gradwire_lab.cli import output
 from gradwire_lab.cli.main import app
-from gradwire_lab.network.launch import Ended, Sink
+from gradwire_lab.launch import RankError
 from gradwire_lab.network.namespaces import lacking
 from gradwire_lab.train.record import append_line
 
@@ -146,6 +145,14 @@ def test_ranks_on_an_emulated_link_make_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert VARIABLE not in os.environ
 
 
+@pytest.mark.skipif(bool(lacking()), reason=lacking() or "hosts can be made")
+def test_ranks_in_hosts_make_rows() -> None:
+    rows = list(measure(Scenario("linear", "200mbit", 2, "hosts"), ["ddp-fp32"], Budget(rounds=1, steps=2, warmup=2)))
+    assert [row["method"] for row in rows] == ["ddp-fp32"] and "failed" not in rows[0]
+    assert rows[0]["step_ms"] > 170  # 4.2 MB at 200 mbit
+    assert rows[0]["nic"] == pytest.approx(rows[0]["framed"], rel=0.03)
+
+
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "find_spec", lambda name: None)
     for command in ("network", "kernels"):
@@ -156,12 +163,11 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(m
 def test_ranks_that_cannot_begin_are_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when they do not find each other: an error at once, and no row that says that a method died."""
 
-    def run(field: Scenario, argv: Sequence[str], sink: Sink) -> Ended:
-        sink(0, "OSError: the harbor is closed")
-        return Ended((1,), "rank 0 ended with exit code 1.", 1)
+    def run(*args: object) -> None:
+        raise RankError("rank 0 of 4 failed:\nTraceback (most recent call last):\nOSError: the harbor is closed")
 
     monkeypatch.setattr(runner, "_run", run)
-    with pytest.raises(runner.StartupError, match=r"ended before the first turn: rank 0 ended .*the harbor is closed"):
+    with pytest.raises(runner.StartupError, match=r"ended before the first turn: OSError: the harbor is closed"):
         list(runner.measure(FIELD, ["ddp-fp32", "int8"], Budget(rounds=1)))
 
 

@@ -36,8 +36,8 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
 class Training:
     """Replicas in lockstep, with an AdamW each."""
 
-    def __init__(self, spec: str, world: int = WORLD, **options: Any) -> None:
-        self.models = [Net() for _ in range(world)]
+    def __init__(self, spec: str, world: int = WORLD, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.models = [Net().to(dtype) for _ in range(world)]
         self.optimizers = [gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY) for model in self.models]
         self.workers = gradwire.lockstep(self.models, spec, optimizers=self.optimizers, **options)
         self.step = 0
@@ -229,11 +229,12 @@ def test_replicas_stay_equal(spec: str) -> None:
         assert all(map(torch.equal, found.weights(), found.weights(rank)))
 
 
-@pytest.mark.parametrize("at", [START - 2, START, START + 3])  # in the start, at its end, and after a refresh
+@pytest.mark.parametrize("at", [START - 2, START, START + 1, START + 3])  # in the start, at its end, around a refresh
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_run_goes_on_bit_for_bit(spec: str, at: int) -> None:
-    whole = Training(spec).run(STEPS)
-    first, second = Training(spec).run(at), Training(spec)
+def test_a_run_goes_on_bit_for_bit(spec: str, dtype: torch.dtype, at: int) -> None:
+    whole = Training(spec, dtype=dtype).run(STEPS)
+    first, second = Training(spec, dtype=dtype).run(at), Training(spec, dtype=dtype)
     for old, new, before, after in zip(first.models, second.models, first.optimizers, second.optimizers, strict=True):
         new.load_state_dict(old.state_dict())
         after.load_state_dict(copy.deepcopy(before.state_dict()))
@@ -604,6 +605,22 @@ def test_others_are_not_warned_of(spec: str, make: Any) -> None:
         warnings.simplefilter("always")
         step_once(spec, make)
     assert not [one for one in seen if one.category is gradwire.OptimizerWarning]
+
+
+@pytest.mark.parametrize("muon_first", [True, False])
+def test_optimizers_of_one_wire_are_warned_of_once_with_what_serves_both(muon_first: bool) -> None:
+    """Muon should not follow int4, and onebit_adam is for AdamW alone."""
+    model = Net()
+    wire = gradwire.compress(model, "topk(0.01) | sign")
+    first, *others = model.parameters()
+    optimizers = [Muon([first], 0.01), torch.optim.AdamW(others, 0.01)]
+    with pytest.warns(gradwire.OptimizerWarning) as seen:
+        loss(model, 0, 0).backward()
+        wire()
+        for optimizer in optimizers[:: 1 if muon_first else -1]:
+            optimizer.step()
+    (text,) = [str(one.message) for one in seen if one.category is gradwire.OptimizerWarning]
+    assert "Use 'int8'" in text and "int4" not in text and "onebit_adam" not in text
 
 
 def test_the_warning_is_given_once_whatever_changes_the_filters_of_warnings() -> None:

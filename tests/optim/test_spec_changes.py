@@ -69,6 +69,7 @@ def test_a_wire_that_goes_back_and_forth_freezes_the_variance_of_the_day() -> No
         assert all(map(torch.equal, run.weights(), run.weights(rank)))
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.OptimizerWarning")  # topk before AdamW
 @pytest.mark.parametrize(
     "change", [("topk(0.1)", ONEBIT), (ONEBIT, "topk(0.1)"), ("topk(0.1)", "dgc_adam(0.1, start=2)")]
 )

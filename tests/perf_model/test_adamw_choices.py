@@ -75,4 +75,4 @@ def test_what_is_advised_has_not_lost(link: str, tmp_path: Path) -> None:
     where = ("--workers", "4", "--link", link, "--calibration", str(tmp_path / "figures.json"), "--json")
     done = CliRunner().invoke(app, ["advise", *where, "--optimizer", "adamw"])
     choice = json.loads(done.output)["choice"]
-    assert choice == "onebit_adam" and not methods((choice,)) & lost()
+    assert choice == "onebit_adam(start=450)" and not methods((choice,)) & lost()

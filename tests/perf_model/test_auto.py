@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +16,17 @@ from typer.testing import CliRunner
 
 import gradwire
 from gradwire.comm.rates import LinkSpec
-from gradwire.engine.step import Engine
 from gradwire_lab.autotune import tuner, wire_costs
 from gradwire_lab.autotune.tuner import AutoTuner
 from gradwire_lab.autotune.wire_costs import StepTimes, WireCosts
 from gradwire_lab.cli.main import app
-from gradwire_lab.perf_model.calibration import Calibration
+from gradwire_lab.perf_model.calibration import Calibration, CodingCost
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import Prediction
-from gradwire_lab.perf_model.local_steps import LocalAdvice
+from gradwire_lab.perf_model.local_steps import LocalAdvice, to_take, trained
 from gradwire_lab.perf_model.timeline import StepTime
+from gradwire_lab.perf_model.training_time import STEPS as STEPS_OF_TRAININGS
+from gradwire_lab.perf_model.training_time import Phase
 from gradwire_lab.train.compression import arguments, corrects_momentum
 from gradwire_lab.train.recipe_files import resolve
 from spawn import RankError, run_ranks
@@ -60,8 +62,16 @@ def test_auto_weighs_what_was_trained_with_the_optimizer() -> None:
         model(torch.ones(1, 8)).sum().backward()
         wire()
         make(model.parameters()).step()
-        assert {*costs.specs} == fitting
+        assert {*costs.specs} == fitting and costs.optimizer == make.__name__
     assert wire.adaptive == {"AdamW", "Muon"}
+    assert costs.evidence("int8") == "accuracy by trainings of transformer models with Muon"
+
+
+def test_auto_weighs_what_was_trained_with_the_kind_of_model() -> None:
+    made = {"topk(0.01) | sign": nn.Conv2d(3, 8, 3), "topk(0.001) | fp16": nn.LSTM(8, 8)}
+    for spec, model in made.items():
+        costs = WireCosts(gradwire.compress(model, "dense"), overlaps=True, ddp_reduces=False, link=None)
+        assert {*costs.specs} & {*made} == {spec}
 
 
 def tuner_of(wire: gradwire.Wire) -> AutoTuner:
@@ -117,13 +127,28 @@ def between_thin_hosts(rank: int, world: int) -> dict[str, Any]:
     return {"took": took, "due": due, "cluster": cluster}
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(1.0, True), (0.25, False)])
+@pytest.mark.parametrize(("seconds", "said"), [(1.0, True), (0.45, False), (0.25, False)])
 def test_a_step_that_still_waits_for_the_link_is_told_to_take_local_steps(seconds: float, said: bool) -> None:
-    rounds = LocalAdvice("sparseloco(H=15)", None, 15, 0.22, 100.0)
-    decided: Any = SimpleNamespace(decided=True, _rounds=rounds, _seconds=seconds, _compute=0.2)
+    record = next(one for one in trained("AdamW") if "H=5" in one.spec)
+    rounds = LocalAdvice(record.spec, (Phase(225, None, 0.8, 1e3), Phase(1275, 5, 0.22, 100.0)), record)
+    decided: Any = SimpleNamespace(decided=True, _rounds=(rounds,), _seconds=seconds, _compute=0.2)
     text = AutoTuner._local_steps(decided)
-    assert ("5 times its computing" in text and "H = 15" in text and "about 4.6 % more loss" in text) is said
-    assert (rounds.call in text) is said
+    assert ("5 times its computing" in text and "H = 5" in text and "2 % more loss, by trainings of" in text) is said
+    assert (rounds.call in text and "1,500 steps are 3.3 times faster" in text) is said
+
+
+def test_the_coding_of_local_steps_is_measured_before_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round may save all bytes of a small model, and still cost more than they do."""
+    wire = gradwire.compress(net(64), "dense")
+    costs = WireCosts(wire, overlaps=False, ddp_reduces=False, link=None)
+    monkeypatch.setattr(WireCosts, "optimizer", "AdamW")
+    dense, thin = StepTimes(0.3, 0.1, 0.2, 0.2), Cluster(2, LinkSpec.parse("1mbit"))
+    free = costs.free_coding(dense)
+    for seconds, found in ((1e-3, True), (20.0, False)):
+        monkeypatch.setattr(wire_costs, "time_coding", lambda *_, seconds=seconds, **__: CodingCost(seconds, seconds))
+        taken = to_take(costs.local_choices(free, thin, dense.period), STEPS_OF_TRAININGS * dense.period)
+        assert (taken is not None) is found
+    assert costs.local_choices(free, thin, 0.12) == (), "nothing is measured where nothing is to be gained"
 
 
 def test_a_thin_link_between_hosts_is_emulated_and_measured() -> None:
@@ -202,7 +227,7 @@ def test_on_a_fast_link_it_leaves_ddp_alone(plain: bool) -> None:
 
 
 def slower_than_expected(rank: int, world: int) -> dict[str, Any]:
-    """As if forecasts had been wrong: what is chosen turns out slower than dense."""
+    """As if forecasts had been wrong: what is chosen turns out slower than dense, by the clock of this test."""
 
     def best(self: WireCosts, calibration: Calibration, cluster: Cluster) -> Prediction:
         return Prediction("topk(0.1)", StepTime(0.0, 0.0, 0.0, 0.0, step=0.0), 0.0, 0, 0)
@@ -212,13 +237,8 @@ def slower_than_expected(rank: int, world: int) -> dict[str, Any]:
     inner = net(24)
     model = DistributedDataParallel(inner)
     wire = gradwire.compress(model, "auto", link="100gbit")
-    run_bucket = Engine.run_bucket
-
-    def slow(self: Any, *args: Any) -> Any:
-        time.sleep(0.03)
-        return run_bucket(self, *args)
-
-    Engine.run_bucket = slow
+    periods, slowest = chain([0.01], repeat(0.02)), tuner.slowest
+    tuner.slowest = lambda link, medians: [next(periods), *slowest(link, medians)[1:]]
     train(model, wire, STEPS, rank, plain=False)
     owed = max(float(debt.abs().max()) for debt in wire.debts().values())
     return {**outcome(wire, inner), "owed": owed}

@@ -11,8 +11,8 @@ from gradwire.codecs import Codec
 from gradwire.core.requests import CommGenerator, Sum
 from gradwire.engine.plan import Rule, build, default_rules
 from gradwire.exchanges import Aggregate, AllReduce, CommContext, Message
-from gradwire_lab.perf_model.candidates import SPARSE
 from gradwire_lab.perf_model.comm_schedule import SETTLED, schedule, sent
+from gradwire_lab.perf_model.local_steps import SPARSE
 from gradwire_lab.perf_model.microbenchmark import time_coding
 from gradwire_lab.perf_model.model import ModelProfile
 

@@ -80,7 +80,7 @@ pytestmark = pytest.mark.skipif(
 def opened(folder: Path, reader: str, width: int) -> dict[str, Any]:
     """What a script finds on the page of a grid; ``console`` has the messages of the browser."""
     write_grid(folder / "runs")
-    text = page(tasks([load(run) for run in find([folder / "runs"])]))
+    text = page(tasks([load(run) for run in find([folder / "runs"])[0]]))
     copy = folder / "page.html"
     body, end, rest = text.rpartition("</body>")
     copy.write_text(body + reader + end + rest)

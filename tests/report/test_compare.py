@@ -59,7 +59,7 @@ class Pair(Runner):
         self.both = threading.Barrier(2)
 
     def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
-        self.both.wait(20)
+        self.both.wait(100)
         super().__call__(recipes, overrides, folder)
 
 
@@ -71,10 +71,10 @@ class Interrupted(Runner):
         self.stopped, self.both = threading.Event(), threading.Barrier(2)
 
     def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
-        self.both.wait(20)
+        self.both.wait(100)
         if folder.name == "digits-fp32-0":
             raise KeyboardInterrupt
-        self.stopped.wait(20)
+        self.stopped.wait(100)
         raise RuntimeError("gradwire train ended with code -15")
 
     def stop(self) -> None:
@@ -315,6 +315,19 @@ def test_a_changed_model_or_recipe_file_is_trained_again(tmp_path: Path, monkeyp
     assert len(kept & hashes) == 2  # the third is of the latest table, which has the plain name
 
 
+@pytest.mark.parametrize(("option", "path"), [("--runs", "afile"), ("--runs", "afile/in"), ("--results", "afile/x.md")])
+def test_a_place_that_cannot_be_written_to_is_refused_before_training(
+    option: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner()
+    monkeypatch.setattr(command, "TrainCommand", lambda *_, **__: runner)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("")
+    done = CliRunner().invoke(app, ["digits", "--seeds", "1", "--specs", "fp32", option, path], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and f"{option} needs the folder afile" in done.output and "name another" in done.output
+    assert runner.calls == []
+
+
 def test_results_of_another_grid_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "TrainCommand", lambda *_, **__: Runner())
     for specs in (SPECS, SPECS, "fp32"):
@@ -372,6 +385,6 @@ def test_a_real_training_ends_in_a_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(whole, line)
     assert done.exit_code == 0, done.output
     assert finished(tmp_path / "digits-topk-0.01-sign-0")
-    assert "2 virtual" in done.output
+    assert "2 simulated" in done.output
     again = CliRunner().invoke(whole, line)
     assert again.exit_code == 0 and "finished before" in again.output

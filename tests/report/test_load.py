@@ -5,7 +5,9 @@ import math
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gradwire_lab.cli.main import app
 from gradwire_lab.report.charts.figure import colors
 from gradwire_lab.report.load import METRICS, find, finished, load
 from gradwire_lab.report.run_groups import Task, front, tasks
@@ -54,16 +56,18 @@ def test_a_log_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
 
 def test_folders_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a" / "b")
-    assert find([tmp_path, folder, folder / "run.jsonl"]) == [folder]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no run in .*empty"):
-        find([tmp_path / "empty"])
+    assert find([tmp_path, folder, folder / "run.jsonl"]) == ([folder], [])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert find([empty, folder]) == ([folder], [empty])
+    done = CliRunner().invoke(app, ["report", str(empty)])
+    assert done.exit_code == 2 and f"there is no run in {empty}" in done.output
 
 
 def test_runs_are_grouped_by_everything_but_the_seed(tmp_path: Path) -> None:
     write_grid(tmp_path, seeds=2)
     write_run(tmp_path, "dgc(0.001)", settings={"sync.granularity": "model"}, name="digits-whole")
-    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    (task,) = tasks([load(folder) for folder in find([tmp_path])[0]])
     assert task.baseline is not None and task.baseline.label == "fp32" and task.groups[0] is task.baseline
     labels = {group.label: len(group.runs) for group in task.groups}
     assert labels["dgc(0.001), granularity model"] == 1
@@ -77,7 +81,7 @@ def test_each_is_measured_against_the_dense_training_that_is_most_like_it(tmp_pa
         write_run(tmp_path, "fp32", settings=settings, name=f"dense-{batch}", epochs=1, values=[own])
         lost = [own - batch / 10_000]
         write_run(tmp_path, "qsgd(4)", settings=settings, name=f"qsgd-{batch}", epochs=1, values=lost)
-    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    (task,) = tasks([load(folder) for folder in find([tmp_path])[0]])
     found = {group.label: task.difference(group) for group in task.groups if not group.dense}
     assert {label: round(value.mean, 2) for label, value in found.items() if value} == {
         "qsgd(4), batch 256": -2.56,
@@ -90,7 +94,10 @@ def test_each_is_measured_against_the_dense_training_that_is_most_like_it(tmp_pa
 def test_tasks_of_other_models_stay_apart(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_run(tmp_path, metric="perplexity", name="ptb", settings={"data.name": "ptb", "model.name": "lstm"})
-    assert [task.name for task in tasks([load(folder) for folder in find([tmp_path])])] == ["digits, cnn", "ptb, lstm"]
+    assert [task.name for task in tasks([load(folder) for folder in find([tmp_path])[0]])] == [
+        "digits, cnn",
+        "ptb, lstm",
+    ]
 
 
 def test_a_run_that_diverged_is_shown_as_such(tmp_path: Path) -> None:
@@ -108,7 +115,7 @@ def test_what_diverged_is_no_result(tmp_path: Path, wrong: dict[str, object]) ->
     write_run(tmp_path, "fp32", epochs=1)
     write_run(tmp_path, "qsgd(4)", epochs=1, more={"skipped": 10})
     write_run(tmp_path, "terngrad", epochs=1, more=wrong)
-    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    (task,) = tasks([load(folder) for folder in find([tmp_path])[0]])
     heads = [column.title for column in columns(task)]
     rows = {
         group.label: dict(zip(heads, (cell.text for cell in cells(task, group)), strict=True)) for group in task.groups
@@ -121,7 +128,7 @@ def test_what_diverged_is_no_result(tmp_path: Path, wrong: dict[str, object]) ->
 def test_an_interval_ends_where_accuracies_do(tmp_path: Path) -> None:
     for seed, value in enumerate((0.955, 0.975)):
         write_run(tmp_path, "fp32", seed, epochs=1, values=[value])
-    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    (task,) = tasks([load(folder) for folder in find([tmp_path])[0]])
     assert [cell.text for cell in cells(task, task.groups[0])][4] == "83.79 to 100.00 (cut)"
 
 
@@ -130,7 +137,7 @@ def test_what_else_differs_from_the_twin_is_told(tmp_path: Path) -> None:
     write_run(
         tmp_path, "qsgd(4)", epochs=1, settings={"train.batch": 64, "train.save_every": 5, "sync.feedback": "none"}
     )
-    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    (task,) = tasks([load(folder) for folder in find([tmp_path])[0]])
     assert [group.label for group in task.groups] == ["fp32", "qsgd(4), epochs 1"]
 
 

@@ -26,7 +26,7 @@ STUDIES = [
 @pytest.mark.parametrize("study", STUDIES)
 def test_tables_are_those_of_the_logs(study: str) -> None:
     folders = [DOCS / "results" / name for name in study.split()]
-    made = markdown(tasks([load(folder) for folder in find(folders)]), DOCS)
+    made = markdown(tasks([load(folder) for folder in find(folders)[0]]), DOCS)
     assert made.strip() in (DOCS / "results-tables.md").read_text(encoding="utf-8"), (
         f"docs/results-tables.md is out of date; `gradwire report {study} --markdown -` in docs/results prints its rows"
     )

@@ -72,6 +72,28 @@ def resume(rank: int, world: int, options: dict[str, Any]) -> Any:
 answers = cases_fixture(resume, 4, SPECS)
 
 
+def handles(rank: int, world: int, folder: str) -> Any:
+    """Of a wrapped optimizer, which is saved and loaded as its wire, and of local steps, which are refused."""
+    net, other = fixtures.model(), fixtures.model()
+    first, second = (fixtures.wrap_optimizer(each, spec="topk(0.1)") for each in (net, other))
+    for step in range(2):
+        fixtures.loss(net, rank, step).backward()
+        first.step()
+        first.zero_grad()
+    checkpoint.save({"wire": dcp.state_dict(first)}, checkpoint_id=folder)
+    dcp.load(second, folder)
+    rounds = fixtures.model()
+    outer = gradwire.local(rounds, fixtures.sgd(rounds), "diloco(H=2)")
+    refused = [fixtures.error_text(lambda: dcp.state_dict(outer)), fixtures.error_text(lambda: dcp.load(outer, folder))]
+    return fixtures.memories(first.wire), fixtures.memories(second.wire), refused
+
+
+def test_a_wrapped_optimizer_is_saved_as_its_wire_and_local_steps_are_refused(tmp_path) -> None:
+    for saved, loaded, refused in run_ranks(handles, 2, str(tmp_path / "checkpoint")):
+        assert fixtures.same(saved, loaded) and any(bool(x.any()) for x in saved.values())
+        assert all(text.startswith("TypeError: the state of LocalSync") and "gradwire.save" in text for text in refused)
+
+
 def save(rank: int, world: int, folder: str) -> Any:
     net, wire = attach(mesh_of(2, 2), SPECS["topk"])
     train(net, rank, range(2))

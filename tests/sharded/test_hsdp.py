@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 import fixtures
 import gradwire
+from gradwire.integrations.ownership import release
 from spawn import Answers, cases_fixture, run_ranks
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -196,6 +197,43 @@ def fail_in_backward(module: nn.Module, given: object, made: Tensor) -> None:
     made.register_hook(fail)
 
 
+def evaluated(rank: int, native_mesh: bool, rounds: bool) -> Any:
+    """The same training, attached before and after a forward pass, which leaves the outermost parameters gathered."""
+    found = []
+    for evaluate in (False, True):
+        mesh, net = mesh_of(2, 2), fixtures.model()
+        fully_shard(net, mesh=mesh if native_mesh else mesh["shard"])
+        optimizer, across = fixtures.sgd(net), None if native_mesh else mesh["replicate"]
+        if evaluate:
+            with torch.no_grad():
+                net(fixtures.batch(rank, 9))
+        handle = (
+            gradwire.local(net, optimizer, "local_sgd(H=2)", across=across)
+            if rounds
+            else gradwire.compress(net, "topk(0.1)", across=across)
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            fixtures.loss(net, rank, step).backward()
+            optimizer.step()
+            handle()
+        found.append((whole(net), handle.report().sent))
+    return found
+
+
+def released(rank: int) -> Any:
+    """A wire that is taken off its model: FSDP averages by itself again, until another wire is attached."""
+    net = shard_(OddNet(), mesh_of(2, 2))
+    first = gradwire.compress(net, "topk(0.1)")
+    train(net, rank, range(2))
+    release(first)
+    train(net, rank, range(2, 4))
+    native = whole(net)
+    second = gradwire.compress(net, "topk(0.1)")
+    train(net, rank, range(4, 6))
+    return native, whole(net), (first.report().steps, second.report().steps)
+
+
 def call(rank: int, world: int, case: tuple[str, dict[str, Any]]) -> Any:
     kind, options = case
     return {
@@ -206,16 +244,26 @@ def call(rank: int, world: int, case: tuple[str, dict[str, Any]]) -> Any:
         "refused": refused,
         "failed": failed,
         "scaled": scaled,
+        "evaluated": evaluated,
+        "released": released,
     }[kind](rank, **options)
 
 
+EVALUATED: dict[str, dict[str, Any]] = {
+    "evaluated_two_dimensions": {"native_mesh": True, "rounds": False},
+    "evaluated": {"native_mesh": False, "rounds": False},
+    "evaluated_two_dimensions_rounds": {"native_mesh": True, "rounds": True},
+    "evaluated_rounds": {"native_mesh": False, "rounds": True},
+}
 CASES = {
+    **{name: ("evaluated", options) for name, options in EVALUATED.items()},
     **{name: ("like_native", options) for name, options in OPTIONS.items()},
     **{name: ("twice", options) for name, options in COMPRESSED.items()},
     **{name: ("like_ddp", {"kind": name}) for name in LIKE_DDP},
     "nonfinite": ("nonfinite", {}),
     "refused": ("refused", {}),
     "failed": ("failed", {}),
+    "released": ("released", {}),
     "scaled": ("scaled", {}),
     "clipped": ("twice", {"spec": "fp32", "feedback": f"momentum_correction(momentum=0.0, clip={CLIP})"}),
 }
@@ -252,7 +300,7 @@ def of_eight_ranks(rank: int, world: int) -> Any:
 
 @pytest.mark.study
 def test_parameters_may_stay_on_fewer_ranks_between_forward_and_backward() -> None:
-    for native, ours, (pairs, all_ranks) in run_ranks(of_eight_ranks, 8, timeout=240):
+    for native, ours, (pairs, all_ranks) in run_ranks(of_eight_ranks, 8):
         assert all(torch.allclose(native[name], ours[name], rtol=1e-5, atol=1e-6) for name in native)
         assert fixtures.same(pairs["state"], all_ranks["state"])
         assert all(map(fixtures.same, pairs["after"], all_ranks["after"]))
@@ -318,6 +366,20 @@ def test_shards_draw_different_random_bits() -> None:
     engines = [wire.engine.unwrapped for wire in gradwire.lockstep([fixtures.model(), fixtures.model()], "qsgd").wires]
     engines[1].shard = 1
     assert engines[0].key.words("x") != engines[1].key.of(0).words("x")
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_a_model_may_be_evaluated_before_it_is_attached(answers: Answers, case: str) -> None:
+    for (before, sent), (after, sent_after) in answers[case]:
+        assert fixtures.same(before, after) and sent_after == sent > 0
+
+
+@pytest.mark.parametrize("case", ["released"])
+def test_a_wire_can_be_taken_off_its_model(answers: Answers, case: str) -> None:
+    native, after, _ = answers[case][0]
+    for other, later, steps in answers[case]:
+        assert fixtures.same(native, other) and fixtures.same(after, later)
+        assert steps == (2, 2)
 
 
 @pytest.mark.parametrize("case", LIKE_DDP)

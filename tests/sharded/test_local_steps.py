@@ -2,6 +2,8 @@
 
 import shutil
 import tempfile
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -47,7 +49,7 @@ def parts(net: OddNet) -> dict[str, Tensor]:
 
 
 def take_steps(
-    net: OddNet, optimizer: torch.optim.Optimizer, outer: gradwire.LocalSync, steps: range, rank: int
+    net: OddNet, optimizer: torch.optim.Optimizer, outer: Callable[[], None], steps: range, rank: int
 ) -> list[dict[str, Tensor]]:
     """Returns this rank's shards of the gradients in each step."""
     seen = []
@@ -133,6 +135,23 @@ def nonfinite(rank: int) -> Any:
     return agreed, whole(net), outer.skipped
 
 
+def closed(rank: int) -> Any:
+    """After a round the handle is closed, and the same optimizer goes on; then a wire takes the model."""
+    net, optimizer, outer = attach({"spec": "local_sgd(H=2)", "native_mesh": True})
+    take_steps(net, optimizer, outer, range(2), rank)
+    native = shard_(OddNet(), mesh_of(2, 2))
+    native.load_state_dict(net.state_dict())
+    other = optimizer_of(native)
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    outer.close()
+    for model, one in ((net, optimizer), (native, other)):
+        take_steps(model, one, outer=lambda: None, steps=range(2, 4), rank=rank)
+    found = whole(net), whole(native)
+    wire = gradwire.compress(net, "fp32")
+    take_steps(net, optimizer, wire, range(4, 5), rank)
+    return *found, outer.steps, wire.report().steps
+
+
 def refused(rank: int) -> list[str]:
     mesh = mesh_of(2, 2)
     net = shard_(OddNet(), mesh["shard"])
@@ -144,7 +163,7 @@ def refused(rank: int) -> list[str]:
 
 CASES: dict[str, Any] = {
     **{name: (recorded, {"options": options}) for name, options in SPECS.items()},
-    **{function.__name__: (function, {}) for function in (like_replicas, resumed, nonfinite, refused)},
+    **{function.__name__: (function, {}) for function in (like_replicas, resumed, nonfinite, closed, refused)},
 }
 
 
@@ -202,6 +221,12 @@ def test_a_run_goes_on_inside_a_round(answers: Answers, case: str) -> None:
 def test_a_shard_that_diverged_drops_the_round_on_all_ranks(answers: Answers, case: str) -> None:
     for agreed, after, skipped in answers[case]:
         assert skipped == 1 and fixtures.same(agreed, after)
+
+
+@pytest.mark.parametrize("case", ["closed"])
+def test_fsdp_averages_again_after_the_handle_is_closed(answers: Answers, case: str) -> None:
+    for found, native, *steps in answers[case]:
+        assert fixtures.same(found, native) and steps == [2, 1]
 
 
 @pytest.mark.parametrize("case", ["refused"])

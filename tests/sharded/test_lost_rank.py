@@ -56,6 +56,6 @@ def test_a_killed_rank_is_named_on_all_others(case: str, tmp_path: Path) -> None
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(200)
     errors = [(tmp_path / f"error-{rank}").read_text() for rank in range(4) if rank != LOST]
     assert all(text.startswith("PeerLostError") and NAMED.search(text) for text in errors), errors

@@ -29,10 +29,11 @@ def environment_of(rank: int, world: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def expected(rank: int) -> dict[str, torch.Tensor]:
-    """Two micro-batches to a step, by hand."""
+def expected(rank: int, start: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Two micro-batches to a step, by hand; from some weights on."""
     mesh = mesh_of(2, 2)
     net = fixtures.model()
+    net.load_state_dict(start or net.state_dict())
     fully_shard(net, mesh=mesh["shard"])
     gradwire.compress(net, across=mesh["replicate"], **OPTIONS)
     optimizer = fixtures.sgd(net)
@@ -173,33 +174,57 @@ def by_hand(batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return whole(net)
 
 
-def by_lightning(rank: int, world: int) -> Any:
-    """The module shards itself; the checkpoint of the Trainer holds the errors of all ranks."""
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    from gradwire.integrations.lightning import LightningCompression
+def sharded_module(manual: bool = False) -> Any:
+    """A LightningModule that shards itself, and adds two batches up to a step if it optimizes by hand."""
+    from lightning.pytorch import LightningModule
 
     class Sharded(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+
         def configure_model(self) -> None:
-            self.net = fixtures.model()
-            fully_shard(self.net, mesh=mesh_of(2, 2))
+            if not hasattr(self, "net"):
+                self.net = fixtures.model()
+                fully_shard(self.net, mesh=mesh_of(2, 2))
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            return self.net(batch[0]).square().mean()
+            loss = self.net(batch[0]).square().mean()
+            if manual:
+                self.net.set_requires_gradient_sync(batch_idx % 2 == 1)
+                self.manual_backward(loss / 2)
+            if manual and batch_idx % 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return fixtures.sgd(self)
 
+    return Sharded()
+
+
+def fit(rank: int, world: int, module: Any, callback: Any, **options: Any) -> Any:
+    """The Trainer, after as many batches as make all steps."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     environment_of(rank, world)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    compression = LightningCompression(**OPTIONS)
     strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
-    options = {"accumulate_grad_batches": 2, "use_distributed_sampler": False, "max_epochs": 1, **quiet}
-    trainer = Trainer(accelerator="cpu", devices=world, strategy=strategy, callbacks=[compression], **options)
+    options |= {"use_distributed_sampler": False, "max_epochs": 1, **quiet}
+    trainer = Trainer(accelerator="cpu", devices=world, strategy=strategy, callbacks=[callback], **options)
     data = TensorDataset(torch.cat([fixtures.batch(rank, step) for step in range(2 * STEPS)]))
-    module = Sharded()
     trainer.fit(module, DataLoader(data, 8))
+    return trainer
+
+
+def by_lightning(rank: int, world: int) -> Any:
+    """The module shards itself; the checkpoint of the Trainer holds the errors of all ranks."""
+    from gradwire.integrations.lightning import LightningCompression
+
+    compression, module = LightningCompression(**OPTIONS), sharded_module()
+    trainer = fit(rank, world, module, compression, accumulate_grad_batches=2)
     states: dict[str, Any] = {}
     compression.on_save_checkpoint(trainer, module, states)
     everything = [states["gradwire"]]
@@ -210,11 +235,60 @@ def by_lightning(rank: int, world: int) -> Any:
     return whole(module.net), expected(rank), compression.wire.report().steps
 
 
+def by_lightning_by_hand(rank: int, world: int) -> Any:
+    """The module says itself which passes FSDP reduces."""
+    from gradwire.integrations.lightning import LightningCompression
+
+    compression, module = LightningCompression(**OPTIONS), sharded_module(manual=True)
+    fit(rank, world, module, compression)
+    assert compression.wire is not None
+    return whole(module.net), expected(rank), compression.wire.report().steps
+
+
+def by_lightning_twice(rank: int, world: int) -> Any:
+    """A second fit of a module begins with empty memories; after it, another callback or none takes the module."""
+    from lightning.pytorch import Callback
+
+    from gradwire.integrations.lightning import LightningCompression
+
+    compression, module = LightningCompression(**OPTIONS), sharded_module()
+    fit(rank, world, module, compression, accumulate_grad_batches=2)
+    first = whole(module.net)
+    fit(rank, world, module, compression, accumulate_grad_batches=2)
+    second, steps = whole(module.net), compression.wire.report().steps
+    for callback in (LightningCompression("int4"), Callback()):
+        fit(rank, world, module, callback)
+        assert all(fixtures.same_on_all_ranks(x) for x in whole(module.net).values())
+    assert compression.wire.report().steps == STEPS, "the last fits are not of this wire"
+    return second, expected(rank, first), steps
+
+
+def local_by_lightning_twice(rank: int, world: int) -> Any:
+    """Replicas exchange in the second fit, too; in a fit without the callback, FSDP averages them in every step."""
+    from lightning.pytorch import Callback
+
+    from gradwire.integrations.lightning import LightningLocalSteps
+
+    module = sharded_module()
+    for _ in (1, 2):
+        local_steps = LightningLocalSteps("local_sgd(H=2)")
+        fit(rank, world, module, local_steps)
+    params = whole(module.net)
+    replicas: list[Any] = [None] * world
+    dist.all_gather_object(replicas, params)
+    fit(rank, world, module, Callback())
+    assert all(fixtures.same_on_all_ranks(x) for x in whole(module.net).values()), "FSDP does not average again"
+    return params, replicas[-1], local_steps.outer.rounds
+
+
 CASES = {
     "accelerate": by_accelerate,
     "accelerate, local steps": local_by_accelerate,
     "transformers": by_transformers,
     "lightning": by_lightning,
+    "lightning, by hand": by_lightning_by_hand,
+    "lightning, twice": by_lightning_twice,
+    "lightning, local steps twice": local_by_lightning_twice,
 }
 
 

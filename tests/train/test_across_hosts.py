@@ -26,13 +26,13 @@ def interrupt(record):
         raise Stop
 
 
-def test_processes_train_as_virtual_workers_do(tmp_path):
+def test_processes_train_as_simulated_workers_do(tmp_path):
     recipe = recipe_of("digits", *OVERRIDES, PAIRS)
-    final = train(recipe, 4, tmp_path / "virtual")
+    final = train(recipe, 4, tmp_path / "simulated")
     open_folder(tmp_path / "real", recipe)
     heard = train_spawned(TrainJob(recipe, tmp_path / "real"), 4, lambda record: None)
     for file in ("model.safetensors", "rank-1.safetensors", "rank-2.safetensors"):
-        ours, theirs = saved(tmp_path / "virtual", file), saved(tmp_path / "real", file)
+        ours, theirs = saved(tmp_path / "simulated", file), saved(tmp_path / "real", file)
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - {"loss"}:
             assert torch.equal(ours[name], theirs[name]), (file, name)

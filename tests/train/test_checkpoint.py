@@ -43,6 +43,7 @@ def same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.OptimizerWarning")  # sign before AdamW
 @pytest.mark.parametrize(("name", "overrides"), KINDS)
 def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, name, overrides):
     recipe = recipe_of(name, *overrides, "train.log_every=1")

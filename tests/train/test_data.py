@@ -357,7 +357,7 @@ def loader(world: int, ranks: tuple[int, ...], **options: object) -> ImageLoader
     return ImageLoader(data.load("digits"), 32, world, ranks, seed=5, augment=Augment(1, "zero", True, 2), **options)
 
 
-def test_virtual_ranks_get_what_real_ones_get() -> None:
+def test_simulated_ranks_get_what_real_ones_get() -> None:
     together = list(loader(4, (0, 1, 2, 3)).epoch(2))
     alone = [list(loader(4, (rank,)).epoch(2)) for rank in range(4)]
     assert len(together) == loader(4, (0,)).steps == 9

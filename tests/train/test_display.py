@@ -12,7 +12,7 @@ from gradwire_lab.train import display
 START = {
     "event": "start",
     "world": 2,
-    "virtual": False,
+    "simulated": False,
     "device": "cpu",
     "parameters": 9,
     "batch": 50,

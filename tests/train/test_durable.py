@@ -137,3 +137,21 @@ def test_a_stray_file_among_checkpoints_is_left_alone(tmp_path):
     stray.write_text("notes")
     train(recipe_of("digits"), 1, tmp_path, resume=True)
     assert stray.read_text() == "notes" and checkpoint.find(tmp_path, "last") is not None
+
+
+def test_a_checkpoint_that_workers_ahead_have_begun_is_left(tmp_path):
+    """Workers far from the first one on a graph may be a step ahead, and save after every step."""
+    four, eight, _ = (checkpoint.open_folder(tmp_path, step) for step in (4, 8, 9))
+    for folder in (four, eight):
+        checkpoint.write_json(folder / checkpoint.PROGRESS, {"world": 4})
+        checkpoint.publish(folder, best=True)
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-8", "step-9"}
+
+
+def test_a_whole_checkpoint_of_a_later_step_is_removed(tmp_path):
+    """A run that is continued with more workers goes back to a smaller step number."""
+    for step in (20, 8):
+        folder = checkpoint.open_folder(tmp_path, step)
+        checkpoint.write_json(folder / checkpoint.PROGRESS, {"world": 4})
+        checkpoint.publish(folder, best=True)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-8"]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire_lab.cli.main import app
-from gradwire_lab.train import run_modes
+from gradwire_lab.train import checkpoint, run_modes
 from gradwire_lab.train.display import Display
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.record import open_folder
@@ -64,8 +65,29 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
     assert first["seconds"] == second["seconds"]  # it has taken over the other's clock
 
 
+def test_a_worker_whose_checkpoint_was_swept_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker may have gone on without one that saves late."""
+    recipe = recipe_of("digits", *ELASTIC, "train.epochs=2")
+    open_folder(tmp_path, recipe)
+    save = checkpoint.save_tensors
+
+    def sweep_first(state: Any, path: Path) -> None:
+        swept = path.parent / "swept" / path.name
+        save(state, swept if path.name == "rank-1.safetensors" else path)
+
+    monkeypatch.setattr(checkpoint, "save_tensors", sweep_first)
+
+    def run(rank: int) -> Any:
+        place = RankInfo(2, (rank,), torch.device("cpu"), tmp_path / "meeting")
+        return run_recipe(TrainJob(recipe, tmp_path), place, lambda record: None)
+
+    with ThreadPoolExecutor(2) as pool:
+        finals = list(pool.map(run, range(2)))
+    assert [final["step"] for final in finals] == [10, 10] and len(finals[0]["workers"]) == 2
+
+
 def test_the_display_names_workers_that_are_restarted_and_back() -> None:
-    start = {"event": "start", "world": 3, "virtual": False, "device": "cpu", "parameters": 9, "batch": 2, "steps": 9}
+    start = {"event": "start", "world": 3, "simulated": False, "device": "cpu", "parameters": 9, "batch": 2, "steps": 9}
     start |= {"steps_per_epoch": 3, "step": 0, "method": "choco(ring) with sign"}
     console = Console(file=StringIO(), force_terminal=True, width=160)
     with Display(console) as display:
@@ -122,7 +144,7 @@ def test_a_group_resumes_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
         assert through[name] == resumed[name], name
 
 
-def test_virtual_workers_do_not_die(tmp_path: Path) -> None:
+def test_simulated_workers_do_not_die(tmp_path: Path) -> None:
     command = ["train", "digits", "ring8", "choco", "sign", "--set", "gossip.elastic=true"]
     for more, words in ((["--in-process", "4"], "--workers"), (["--link", "1gbit,1ms"], "gossip.elastic")):
         done = CliRunner().invoke(app, [*command, *more, "--runs", str(tmp_path)])

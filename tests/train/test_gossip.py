@@ -68,8 +68,23 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path: Path, name: str
     assert timeless(through) == timeless(resumed)
 
 
-def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
-    """Bit for bit, if virtual workers pass in turn; so processes may go on where virtual workers stopped."""
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_records_of_local_steps_count_the_bytes_of_one_message(tmp_path: Path, iterations: int) -> None:
+    method = ("gossip.method=powergossip", "gossip.codec=", f"gossip.options.iterations={iterations}")
+    recipe = recipe_of("digits", *RING, *method, "gossip.H=2", "train.iterations=5")
+    final = train(recipe, 3, tmp_path)
+    dense = 4 * saved(tmp_path, "rank-0.safetensors")["row"].numel()
+    assert (final["payload"], final["dense"]) == (final["sent"] / 2, 5 * dense)
+
+
+def test_a_training_that_diverges_at_local_steps_says_so(tmp_path: Path) -> None:
+    recipe = recipe_of("digits", *RING, "gossip.H=50", "optimizer.lr=1e30", "train.save_every=3")
+    final = train(recipe, 2, tmp_path)
+    assert "no longer finite" in final["diverged"] and not (tmp_path / "rank-0.safetensors").exists()
+
+
+def test_processes_do_as_simulated_workers_do(tmp_path: Path) -> None:
+    """Bit for bit, if simulated workers pass in turn; so processes may go on where simulated workers stopped."""
     common = (*RING, "model.name=training_fixtures:Normed", "model.options={}", "gossip.passes=sequential")
     recipe = recipe_of("digits", *common)
     here, there = tmp_path / "here", tmp_path / "there"
@@ -246,7 +261,7 @@ def test_what_a_graph_cannot_be_is_a_sentence_too() -> None:
         Training(recipe_of("pydoc-lstm", *RING, "gossip.passes=together"), simulated_ranks(4))
 
 
-def test_virtual_workers_have_no_hosts() -> None:
+def test_simulated_workers_have_no_hosts() -> None:
     with pytest.raises(ValueError, match="one node of all 4 workers"):
         nodes(4, "hosts")
     assert nodes(4, [[0, 2], [1, 3]]) == ((0, 2), (1, 3))

@@ -17,6 +17,6 @@ def test_ranks_that_could_open_too_few_files_are_refused(tmp_path, files):
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))\n"
     code += "from gradwire_lab.command import run; run()"
     words = [sys.executable, "-c", code, "train", "digits", "--workers", "2", "--folder", str(tmp_path / "run"), *WORDS]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
     assert f"may open {files} files" in done.stderr and "ulimit -n" in done.stderr

@@ -21,7 +21,7 @@ SPEC = "local.spec=sparseloco(H=3, k=4, chunk=64, start=2)"
 NORMED = ("model.name=training_fixtures:Normed", "model.options={}", "local.passes=sequential", "local.bundle=none")
 
 
-def test_processes_go_on_inside_a_round_where_virtual_workers_stopped_bit_for_bit(tmp_path: Path) -> None:
+def test_processes_go_on_inside_a_round_where_simulated_workers_stopped_bit_for_bit(tmp_path: Path) -> None:
     """Five steps here, the rest in processes: the start has ended, and a round is open."""
     recipe, (here, there) = recipe_of("digits", SPEC, *NORMED), (tmp_path / "here", tmp_path / "there")
     threads = torch.get_num_threads()
@@ -111,6 +111,20 @@ def test_a_plan_counts_rounds() -> None:
     text = " ".join(done.output.split())
     assert "then 6 rounds" in text and "the last 3 steps are of a round that does not end" in text
     assert "outer weights with momentum 574 kB" in text
+    assert "0 │ round of H=2 │ 287,016 │ 2.0 │" in text and "│ 10 │ round of H=7 │ 287,016 │ 7.0 │" in text
+
+
+def test_a_plan_has_bytes_of_the_start_and_of_a_round() -> None:
+    """A round is compared with float32 in each of its steps, as by `gradwire show`."""
+    done = CliRunner().invoke(app, ["plan", "digits", "--set", "local.spec=sparseloco(H=5, start=100)"])
+    text = " ".join(done.output.split())
+    assert "bytes of one rank ┏" in text and "0 │ step of the start │ 38,396 │ 7.5 │ 57,594 │ 7.5 │" in text
+    assert "100 │ round of H=5 │ <= 1,858 │ >= 772.4 │" in text
+    assert "differences 287 kB, and errors from before the round 287 kB" in text
+    short = CliRunner().invoke(
+        app, ["plan", "digits", "--set", "local.spec=sparseloco(start=100)", "--set", "train.iterations=50"]
+    )
+    assert "step of the start" in short.output and "round of H" not in short.output
 
 
 def test_a_plan_tells_what_a_billion_parameters_take() -> None:

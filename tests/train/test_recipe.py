@@ -1,4 +1,5 @@
 import math
+import re
 import tomllib
 
 import pytest
@@ -127,6 +128,7 @@ def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
         ("sync.spec=choco(ring)", "write --set gossip.method=choco instead"),
         ("sync.spec=onebit_adam", "'onebit_adam' compresses the momentum of AdamW.*--set optimizer.name=adamw"),
         ("sync.rules=[{spec='dgc_adam'}]", "'dgc_adam' compresses the momentum of AdamW"),
+        ("sync.spec=demo", "SGD has momentum of its own, and 'demo'.*--set optimizer.momentum=0"),
         ("epochs=3", "'epochs=3' names no table of the recipe; write table.key=value, as in train.epochs=500"),
         ("train.epochs", "'train.epochs' names no value; write table.key=value"),
     ],
@@ -134,6 +136,12 @@ def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
 def test_what_is_wrong_gets_a_sentence(override, sentence):
     with pytest.raises(ValueError, match=sentence):
         recipe_files.resolve(["digits"], [override])
+
+
+@pytest.mark.parametrize("spec", ["dgc(0.01)", "demo", "ef21_sgdm"])
+def test_momentum_before_compression_is_not_for_a_recipe_with_adamw(spec):
+    with pytest.raises(ValueError, match=rf"AdamW has momentum.*'{re.escape(spec)}'.*optimizer.name=sgd"):
+        recipe_files.resolve(["pydoc-gpt"], [f"sync.spec={spec}"])
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,6 @@ def test_what_is_refused_on_a_rank_is_a_sentence_here(tmp_path):
 
 
 @pytest.mark.study  # three starts of torchrun take half a minute
-@pytest.mark.timeout(300)
 def test_torchrun_restarts_and_training_goes_on(tmp_path):
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     model = ["--set", "model.name=training_fixtures:KillsRank1"]

@@ -265,7 +265,110 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
     assert rank or ("1 step " in found[1][0] and "7 or 9 steps" in found[1][0] and "outer.averaged()" in found[1][0])
 
 
+def step_all(accelerator: Any, models: list[nn.Module], optimizers: list[Any], steps: range, rank: int) -> None:
+    """Each model has batches of its own."""
+    for step in steps:
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            accelerator.backward(fixtures.loss(model, rank, 100 * number + step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def two_models(rank: int, world: int, folder: Path) -> None:
+    """Each has its own optimizer and memories; `onebit_adam` needs the second of two optimizers."""
+    from gradwire.integrations.accelerate import attach
+
+    def pair(seed: int) -> tuple[Any, list[nn.Module], list[Any], list[gradwire.Wire]]:
+        accelerator = accelerator_of(rank, world)
+        nets = [fixtures.model(seed), fixtures.model(seed + 1)]
+        adam = gradwire.AdamW(nets[1].parameters(), lr=0.01)
+        *models, first, second = accelerator.prepare(*nets, fixtures.sgd(nets[0]), adam)
+        wires = [attach(accelerator, models[0], "topk(0.1)"), attach(accelerator, models[1], "onebit_adam(start=2)")]
+        return accelerator, models, [first, second], wires
+
+    accelerator, models, optimizers, wires = pair(0)
+    step_all(accelerator, models, optimizers, range(4), rank)
+    accelerator.save_state(str(folder / "two"))
+    accelerator.wait_for_everyone()
+    again, others, steppers, loaded = pair(5)
+    again.load_state(str(folder / "two"))
+    assert all(fixtures.same(fixtures.memories(x), fixtures.memories(y)) for x, y in zip(wires, loaded, strict=True))
+    step_all(accelerator, models, optimizers, range(4, 6), rank)
+    step_all(again, others, steppers, range(4, 6), rank)
+    assert all(fixtures.same(fixtures.tensors(x), fixtures.tensors(y)) for x, y in zip(models, others, strict=True))
+
+
+def one_after_the_other(rank: int, world: int, folder: Path) -> None:
+    """After `free_memory`, the first model's memories are neither saved nor loaded."""
+    from gradwire.integrations.accelerate import attach
+
+    accelerator = accelerator_of(rank, world)
+    for width, place in ((5, "first"), (7, "second")):
+        net = nn.Linear(10, width)
+        model, optimizer = accelerator.prepare(net, fixtures.sgd(net))
+        wire = attach(accelerator, model, "topk(0.1)")
+        step_all(accelerator, [model], [optimizer], range(2), rank)
+        before = fixtures.memories(wire)
+        accelerator.save_state(str(folder / place))
+        accelerator.wait_for_everyone()
+        step_all(accelerator, [model], [optimizer], range(2, 3), rank)
+        accelerator.load_state(str(folder / place))
+        assert fixtures.same(before, fixtures.memories(wire))
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    assert not [*(folder / "second").glob("gradwire-*")]
+
+
+def local_steps_of_two(rank: int, world: int, folder: Path) -> None:
+    """Two models under one Accelerator, each with an optimizer of its own, saved inside a round."""
+    from gradwire.integrations.accelerate import attach_local
+
+    def pair(seed: int) -> tuple[Any, list[nn.Module], list[Any]]:
+        accelerator = accelerator_of(rank, world)
+        nets = [fixtures.model(seed), fixtures.model(seed + 1)]
+        *models, first, second = accelerator.prepare(*nets, *map(fixtures.sgd, nets))
+        for number, model in enumerate(models):
+            attach_local(accelerator, model, f"diloco(H={3 + number})")
+        return accelerator, models, [first, second]
+
+    accelerator, models, optimizers = pair(0)
+    step_all(accelerator, models, optimizers, range(5), rank)
+    accelerator.save_state(str(folder / "local two"))
+    accelerator.wait_for_everyone()
+    again, others, steppers = pair(5)
+    again.load_state(str(folder / "local two"))
+    for each in ((accelerator, models, optimizers), (again, others, steppers)):
+        step_all(*each, range(5, 12), rank)
+    for model, other in zip(models, others, strict=True):
+        assert fixtures.same(fixtures.tensors(model), fixtures.tensors(other))
+        assert all(fixtures.same_on_all_ranks(p.detach()) for p in model.parameters())
+
+
+def local_steps_of_a_shared_optimizer(rank: int, world: int, folder: Path) -> None:
+    from gradwire.integrations.accelerate import attach_local
+
+    accelerator, nets = accelerator_of(rank, world), [fixtures.model(0), fixtures.model(1)]
+    both = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
+    *models, _ = accelerator.prepare(*nets, both)
+    attach_local(accelerator, models[0], "diloco(H=2)")
+    text = fixtures.error_text(lambda: attach_local(accelerator, models[1], "diloco(H=2)"))
+    assert text.startswith("ValueError") and "an optimizer for each model" in text, text
+
+
+def never_prepared(rank: int, world: int, folder: Path) -> None:
+    """A DistributedDataParallel that the Accelerator does not know of."""
+    from gradwire.integrations.accelerate import attach
+
+    accelerator = accelerator_of(rank, world)
+    text = fixtures.error_text(lambda: attach(accelerator, fixtures.ddp(fixtures.model()), **OPTIONS))
+    assert text.startswith("ValueError") and "accelerator.prepare(model)" in text, text
+
+
 TWO_RANKS = {
+    "two models": two_models,
+    "one after the other": one_after_the_other,
+    "local steps of two": local_steps_of_two,
+    "a shared optimizer": local_steps_of_a_shared_optimizer,
+    "never prepared": never_prepared,
     "remedies": remedies,
     "onebit_adam": onebit_adam,
     "warned once": warned_once,
@@ -299,3 +402,97 @@ def test_one_rank_resumes_a_checkpoint_of_two(folder: Path, two_ranks: Answers):
     assert two_ranks["resumed"] == [None, None]
     assert {path.name for path in folder.glob("wire-*")} == {"wire-0.safetensors", "wire-1.safetensors"}
     assert run_cases(call_case, 1, {"one rank": one_rank}, folder)["one rank"] == [None]
+
+
+def plain_accelerator() -> Any:
+    """An Accelerator of one process that no launcher has started, which leaves models as they are."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def without_a_launcher(rank: int, world: int, folder: Path) -> None:
+    """The optimizer calls the wire, also under a GradScaler, whose scale is a power of two."""
+    from gradwire.integrations.accelerate import attach
+
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        call_by_the_optimizer(attach, scaler, rank)
+
+
+def call_by_the_optimizer(attach: Any, scaler: Any, rank: int) -> None:
+    accelerator, net = plain_accelerator(), fixtures.model()
+    accelerator.scaler = scaler
+    model, optimizer = accelerator.prepare(net, fixtures.sgd(net))
+    assert model is net, "there is no DDP"
+    wire = attach(accelerator, model, **OPTIONS)
+    for step in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(fixtures.loss(model, rank, step))
+            optimizer.step()
+            optimizer.zero_grad()
+    plain = fixtures.model()
+    other, stepper = gradwire.compress(plain, **OPTIONS), fixtures.sgd(plain)
+    for step in range(3):
+        for i in (0, 1):
+            (fixtures.loss(plain, rank, 2 * step + i) / 2).backward()
+        other()
+        stepper.step()
+        stepper.zero_grad()
+    assert wire.report().steps == 3 and equal(wire, net, (other, plain))
+    text = fixtures.error_text(lambda: optimizer.optimizer.step(lambda: 0.0))
+    assert text.startswith("ValueError") and "closure" in text, text
+
+
+def onebit_adam_without_a_launcher(rank: int, world: int, folder: Path) -> None:
+    """The wire is called before gradwire.AdamW reads the momentum, as in a plain loop."""
+    from gradwire.integrations.accelerate import attach
+
+    spec, plain = {"spec": "onebit_adam(start=3, per=16)", "bucket_mb": fixtures.BUCKET_MB}, fixtures.model()
+    adam = gradwire.AdamW(plain.parameters(), lr=0.01)
+    wire = gradwire.compress(plain, optimizer=adam, **spec)
+    accelerator, net = plain_accelerator(), fixtures.model()
+    model, optimizer = accelerator.prepare(net, gradwire.AdamW(net.parameters(), lr=0.01))
+    other = attach(accelerator, model, **spec)
+    for step in range(8):
+        adam.zero_grad()
+        optimizer.zero_grad()
+        fixtures.loss(plain, rank, step).backward()
+        wire()
+        adam.step()
+        fixtures.loss(model, rank, step).backward()
+        optimizer.step()
+    assert equal(other, net, (wire, plain))
+
+
+def without_a_launcher_refused(rank: int, world: int, folder: Path) -> None:
+    """No optimizer, or several, of which none sees all gradients first."""
+    from gradwire.integrations.accelerate import attach
+
+    accelerator, net = plain_accelerator(), fixtures.model()
+    model = accelerator.prepare(net)
+    none = fixtures.error_text(lambda: attach(accelerator, model, **OPTIONS))
+    assert none.startswith("ValueError") and "0 prepared optimizers" in none and "torchrun" in none, none
+    accelerator.prepare(*(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (net[0], net[2])))
+    two = fixtures.error_text(lambda: attach(accelerator, model, **OPTIONS))
+    assert two.startswith("ValueError") and "2 prepared optimizers" in two, two
+
+
+ALONE = {
+    "without a launcher": without_a_launcher,
+    "without a launcher, onebit_adam": onebit_adam_without_a_launcher,
+    "without a launcher, refused": without_a_launcher_refused,
+}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Answers:
+    return run_cases(call_case, 1, ALONE, folder)
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_one_process_without_ddp_compresses_when_the_optimizer_steps(case: str, alone: Answers):
+    assert alone[case] == [None]

@@ -33,16 +33,22 @@ def adamw(model: nn.Module) -> gradwire.AdamW:
     return gradwire.AdamW(model.parameters(), lr=0.01)
 
 
-def module(momentum: float, adaptive: bool = False) -> Any:
+def module(momentum: float, adaptive: bool = False, manual: bool = False) -> Any:
     from lightning.pytorch import LightningModule
 
     class Small(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = fixtures.model()
+            self.automatic_optimization = not manual
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self.net(batch[0]).square().mean()
+            loss = self.net(batch[0]).square().mean()
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return adamw(self) if adaptive else fixtures.sgd(self, momentum=momentum)
@@ -226,16 +232,16 @@ def in_the_start(rank: int, world: int, folder: Path) -> None:
     assert callback.outer is not None and f"in the start: {STEPS} of 9 steps" in str(callback.outer.report())
 
 
-def local_fit(spec: str) -> Any:
-    """The callback of local steps, after an epoch in one process."""
+def local_fit(spec: str, more: Sequence[Any] = (), epochs: int = 1, start: Path | None = None) -> Any:
+    """The callback of local steps, after some epochs in one process."""
     from lightning.pytorch import Trainer
 
     from gradwire.integrations.lightning import LightningLocalSteps
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     callback = LightningLocalSteps(spec)
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[callback], **quiet)
-    trainer.fit(module(0.9), DataLoader(TensorDataset(examples(0)), BATCH))
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[callback, *more], **quiet)
+    trainer.fit(module(0.9), DataLoader(TensorDataset(examples(0)), BATCH), ckpt_path=start)
     return callback
 
 
@@ -257,7 +263,48 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
         assert rank or "callback.outer.averaged()" in texts[0]
 
 
-def fit_twice(rank: int, world: int, file: Path, spec: str) -> tuple[list[str], list[str], Any]:
+def local_steps_by_hand(rank: int, world: int, folder: Path) -> None:
+    """Under manual optimization, Lightning has DDP average again after each step, unless it is told not to."""
+    fit_twice(rank, world, folder / "by hand.ckpt", "diloco(H=4)", manual=True)
+
+
+def accumulating_more_and_less(rank: int, world: int, folder: Path) -> None:
+    """How many steps a schedule of accumulation leaves is not known to Lightning, so no length is named."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        callback = local_fit("local_sgd(H=5)", [GradientAccumulationScheduler({0: 3, 1: 1})], epochs=2)
+    assert callback.outer.steps == STEPS // 3 + STEPS
+    assert not [one for one in seen if "max_steps" in str(one.message)]
+
+
+def local_steps_from_dense(rank: int, world: int, folder: Path) -> None:
+    """A checkpoint of a fit without local steps."""
+    trainer, _, _ = fit(0, 1)
+    trainer.callbacks.clear()
+    trainer.save_checkpoint(folder / "plain.ckpt")
+    with pytest.warns(UserWarning, match="without local steps"):
+        callback = local_fit("local_sgd(H=2)", epochs=2, start=folder / "plain.ckpt")
+    assert callback.outer.steps == STEPS
+
+
+def optimizer_of_others(rank: int, world: int, folder: Path) -> None:
+    """The first of two optimizers steps a tensor that is not the module's, and `onebit_adam` needs the second."""
+    from lightning.pytorch import Trainer
+
+    from gradwire.integrations.lightning import LightningCompression
+
+    fitted, other = module(0.0, manual=True), nn.Parameter(torch.zeros(1))
+    fitted.configure_optimizers = lambda: [torch.optim.SGD([other], lr=0.1), adamw(fitted)]
+    compression = LightningCompression("onebit_adam(start=8)")
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=world, strategy="ddp", max_epochs=0, callbacks=[compression], **quiet)
+    trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH))
+    assert trainer.optimizers[1].frozen.wire is compression.wire
+
+
+def fit_twice(rank: int, world: int, file: Path, spec: str, manual: bool = False) -> tuple[list[str], list[str], Any]:
     """A fit of two epochs, the second one resumed inside a round, computes what a plain loop computes.
 
     Returns the warnings of both, and the callback of the second.
@@ -277,7 +324,7 @@ def fit_twice(rank: int, world: int, file: Path, spec: str) -> tuple[list[str], 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     warned = []
     for epochs, start in ((1, None), (2, file)):
-        callback, fitted = LightningLocalSteps(spec), module(0.9)
+        callback, fitted = LightningLocalSteps(spec), module(0.9, manual=manual)
         where: dict[str, Any] = {"accelerator": "cpu", "devices": world, "strategy": "ddp"}
         options = {"use_distributed_sampler": False, **where, **quiet}
         trainer = Trainer(max_epochs=epochs, callbacks=[callback], **options)
@@ -296,6 +343,8 @@ TWO_RANKS = {
     "onebit_adam": onebit_adam,
     "warned once": warned_once,
     "local steps": local_steps,
+    "local steps by hand": local_steps_by_hand,
+    "an optimizer of others": optimizer_of_others,
     "a schedule of rounds": scheduled,
     "two epochs": two_epochs,
     "accumulated and clipped": accumulated,
@@ -308,6 +357,8 @@ ONE_RANK = {
     "refused": refused,
     "remedies": remedies,
     "in the start": in_the_start,
+    "accumulating more and less": accumulating_more_and_less,
+    "local steps from dense": local_steps_from_dense,
     "from two ranks": from_two_ranks,
     "from dense": from_dense,
 }

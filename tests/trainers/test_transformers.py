@@ -125,6 +125,32 @@ def resumed_by_argument(rank: int, world: int, folder: Path) -> None:
     resumed(rank, world, folder, {"folder": folder / "run", "start": True, **arguments})
 
 
+def resumed_beside_a_stale_argument(rank: int, world: int, folder: Path) -> None:
+    """The path that train() is given wins over that of the arguments, which is of another training."""
+    train(rank, world, folder / "stale", 3, save_strategy="steps", save_steps=3, learning_rate=0.3)
+    torch.distributed.barrier()
+    stale = str(folder / "stale" / "checkpoint-3")
+    place = {"folder": folder / "run", "start": checkpoint(folder), "resume_from_checkpoint": stale}
+    resumed(rank, world, folder, place)
+    spec, saving = "diloco(H=4)", {"save_strategy": "steps", "save_steps": 3}
+    through, model = train(rank, world, folder / "rounds", 6, spec=spec, **saving)
+    torch.distributed.barrier()
+    start = str(folder / "rounds" / "checkpoint-3")
+    again, other = train(rank, world, folder / "rounds", 6, start, spec=spec, resume_from_checkpoint=stale)
+    assert fixtures.same(through.outer.state_dict(), again.outer.state_dict())
+    assert fixtures.same(fixtures.tensors(model), fixtures.tensors(other))
+
+
+def trained_twice(rank: int, world: int, folder: Path) -> None:
+    """A second train() of the same Trainer continues with the wire, its memories and its step."""
+    compression, model = train(rank, world, folder / "twice", 3)
+    wire, before = compression.wire, fixtures.memories(compression.wire)
+    assert wire.engine.unwrapped.step == 3
+    compression.trainer.train()
+    assert compression.wire is wire and wire.engine.unwrapped.step == wire.report().steps == 6
+    assert equal_on_ranks(model) and not fixtures.same(before, fixtures.memories(wire))
+
+
 def accumulated(rank: int, world: int, folder: Path) -> None:
     compression, model = train(rank, world, folder / "more", 3, gradient_accumulation_steps=2, bf16=True)
     assert compression.wire.report().steps == 3 and compression.wire.skipped == 0
@@ -155,6 +181,12 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
     assert through.outer.steps == again.outer.steps == 7 and through.outer.inside == 3
     assert not equal_on_ranks(model) and fixtures.same(fixtures.tensors(model), fixtures.tensors(other))
     assert fixtures.same(through.outer.state_dict(), again.outer.state_dict())
+    assert through.trainer.model_wrapped.require_backward_grad_sync, "DDP averages again when the training has ended"
+    train(rank, world, folder / "beside", 6, spec=spec, learning_rate=0.2, **adam)
+    torch.distributed.barrier()
+    saved = str(folder / "local" / "checkpoint-6")  # the output folder holds one of another model
+    beside = fixtures.error_text(lambda: train(rank, world, folder / "beside", 7, saved, spec=spec, **adam))
+    assert "holds no state of local steps" in beside and "resume=FOLDER" in beside, beside
 
 
 def scheduled(rank: int, world: int, folder: Path) -> None:
@@ -178,7 +210,7 @@ def in_the_start(rank: int, world: int, folder: Path) -> None:
     """A training that never leaves its start, or has no round, is warned of when it begins."""
     onebit = "onebit_adam"
     for spec, words in (
-        (onebit, ("'onebit_adam' takes 256 of 2 steps", "start=1")),
+        (onebit, ("'onebit_adam' takes 256 of 2 steps", "no fewer than 100 steps", "take int4")),
         ("diloco(H=2, start=30)", ("takes 30 of 2 steps", "start=1")),
         ("diloco(H=5)", ("max_steps=2 ends inside a round of H=5; set max_steps=5",)),
     ):
@@ -272,6 +304,8 @@ TWO_RANKS = {
     "resumed without state": resumed_without_state,
     "resumed beside another run": resumed_beside_another_run,
     "resumed by an argument": resumed_by_argument,
+    "resumed beside a stale argument": resumed_beside_a_stale_argument,
+    "trained twice": trained_twice,
     "accumulated in bfloat16": accumulated,
     "momentum twice": momentum_twice,
 }
@@ -304,8 +338,8 @@ def saving(rank: int, world: int, folder: Path) -> None:
 
 @pytest.mark.study
 def test_one_process_resumes_a_checkpoint_of_two(tmp_path):
-    run_ranks(saving, 2, tmp_path, timeout=100)
-    run_ranks(one_rank, 1, tmp_path, timeout=100)
+    run_ranks(saving, 2, tmp_path)
+    run_ranks(one_rank, 1, tmp_path)
 
 
 def one_rank(rank: int, world: int, folder: Path) -> None:

@@ -176,7 +176,7 @@ def watched(request: pytest.FixtureRequest) -> Iterator[tuple[list[dict[tuple[st
             names = stack.enter_context(namespaces(request.param))
         except Unavailable as reason:
             why = str(reason)
-        yield run_ranks(watch, request.param, folder, names, timeout=100), why
+        yield run_ranks(watch, request.param, folder, names), why
 
 
 def test_every_exchange_is_counted():

@@ -90,7 +90,7 @@ def ranks() -> list[dict[str, Account]]:
             names = stack.enter_context(namespaces(WORLD))
         except Unavailable as reason:
             pytest.skip(str(reason))
-        return run_ranks(watch, WORLD, folder, names, timeout=100)
+        return run_ranks(watch, WORLD, folder, names)
 
 
 @pytest.mark.parametrize("name", CASES)

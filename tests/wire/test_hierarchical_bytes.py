@@ -90,9 +90,9 @@ def watched() -> tuple[list[dict[tuple[str, str], Account]], str]:
             with namespaces(2) as names:
                 for name in names:
                     subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True, timeout=10)
-                return run_ranks(watch, 4, folder, names, timeout=100), ""
+                return run_ranks(watch, 4, folder, names), ""
         except Unavailable as why:
-            return run_ranks(watch, 4, folder, None, timeout=100), str(why)
+            return run_ranks(watch, 4, folder, None), str(why)
 
 
 @pytest.mark.parametrize("door", DOORS)

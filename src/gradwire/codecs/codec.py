@@ -12,11 +12,12 @@ Wire, in this order and with no padding between the parts:
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.chain import resolve_stages
 from gradwire.codecs.checks import check_capacity
 from gradwire.codecs.decoding import Decoder
 from gradwire.codecs.encoding import Encoded, encode
@@ -26,6 +27,9 @@ from gradwire.codecs.stage import EncodeInput, IndexCoder, Memory, Quantizer, Se
 from gradwire.core import Key, Payload, Segments, Traits, parse
 from gradwire.core.payload import COUNT_BYTES
 from gradwire.core.renamed import renamed_attributes
+
+_ORDER = (Transform, Selector, Quantizer, IndexCoder)
+_WORDS = ("transform", "selector", "quantizer", "index coder")
 
 # The old names of one release.
 _RENAMED = {name: f"decoder.{name}" for name in ("total", "mean", "entries", "merge", "expand")}
@@ -45,8 +49,22 @@ class Codec:
 
     @classmethod
     def of(cls, stages: Sequence[Stage]) -> "Codec":
-        """Fill the slots in order; what is left out gets its default: fp32 values, Rice-coded indices."""
-        return cls(*resolve_stages(stages))
+        """Fill the slots in order; what is left out gets its default: fp32 values, Rice-coded indices.
+
+        Raises:
+            ValueError: The stages stand in the wrong order, or do not go together.
+        """
+        by_slot = _by_slot(stages)
+        transform, selector, coder = by_slot.get(0), by_slot.get(1), by_slot.get(3)
+        sends_indices = selector is not None and not selector.receivers_redraw
+        if coder is not None and not sends_indices:
+            reason = f"all ranks can redraw {selector}" if selector else "every entry is sent"
+            raise ValueError(f"{coder} has no indices to code: {reason}; leave {coder} out")
+        if transform is not None and selector is not None and selector.memories:
+            raise ValueError(
+                f"{selector} remembers coordinates, which {transform} mixes differently at every step; drop one of them"
+            )
+        return cls(transform, selector, by_slot.get(2, FP32()), coder or (Rice() if sends_indices else None))
 
     def stages(self) -> tuple[Stage, ...]:
         """The stages as one would write them: defaults left out, but never all of them."""
@@ -172,6 +190,29 @@ def codec(spec: "str | Stage | Codec") -> Codec:
 def join(left: Stage, right: "Stage | Codec") -> Codec:
     """``left | right``."""
     return Codec.of((left, *(right.stages() if isinstance(right, Codec) else (right,))))
+
+
+def _by_slot(stages: Sequence[Stage]) -> dict[int, Any]:
+    """Stages by the number of their slot."""
+    slots = [_slot(stage) for stage in stages]
+    for i, (left, right) in enumerate(pairwise(slots)):
+        if left >= right:
+            raise ValueError(_refusal(stages[i], stages[i + 1], left, right))
+    return dict(zip(slots, stages, strict=True))
+
+
+def _slot(stage: Stage) -> int:
+    for slot, kind in enumerate(_ORDER):
+        if isinstance(stage, kind):
+            return slot
+    kind_name = getattr(stage, "kind", type(stage).__name__)
+    raise ValueError(f"{stage} is of kind {kind_name}, which has no place in a chain of codec stages")
+
+
+def _refusal(left: Stage, right: Stage, a: int, b: int) -> str:
+    verb = "cannot follow another" if a == b else f"cannot follow the {_WORDS[a]}"
+    order = "transform | selector | quantizer | index coder"
+    return f"{left} | {right}: a {_WORDS[b]} {verb} {left if a != b else _WORDS[a]}; the order is {order}"
 
 
 @lru_cache(maxsize=256)

@@ -137,7 +137,7 @@ class Decoder:
         Without an error, none is kept. The new one may lie in ``out``, or in new memory.
         """
         codec = self.codec
-        whole = codec.selector is None and codec.transform is None
+        whole = codec.selector is None and codec.transform is None and codec.quantizer.fuses
         if whole and codec.quantizer.merge_into is not None and error is not None and out is not None:
             body = codec.quantizer.merge_into(as_rows(payloads), error, segments.lengths, out)
             return Payload(body), out

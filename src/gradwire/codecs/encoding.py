@@ -11,7 +11,6 @@ from torch import Tensor
 from gradwire.codecs.checks import check_body, check_positions
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory
 from gradwire.core import Key, Payload, Segments, as_bytes, on
-from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.payload import COUNT_BYTES
 from gradwire.kernels import groups
 
@@ -119,9 +118,4 @@ def _scaled(codec: "Codec", values: Tensor, indices: Tensor, table: Segments) ->
         return values
     gains = tuple(map(codec.selector.gain, table.lengths))
     lengths = on(codec.counts(indices, table), values.device)
-    return values * groups.spread(_numbers(gains, values.device), lengths, values.numel())
-
-
-@cached_on_device(256)
-def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device)  # cached: must not be written into
+    return values * groups.spread(on(gains, values.device, torch.float32), lengths, values.numel())

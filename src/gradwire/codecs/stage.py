@@ -134,6 +134,7 @@ class Selector(Stage):
 class Quantizer(Stage):
     """Turns values into bytes. A scale belongs to one segment, or to one block of it."""
 
+    fuses: bool = True  # whether the next four serve it with the arguments that it has
     feedback_kernel: FeedbackKernel | None = None
     momentum_kernel: MomentumKernel | None = None
     merge: MergeKernel | None = None

@@ -7,6 +7,7 @@ agreement instead, the thread notes the error in the store. The rank that waits 
 connections, which ends the collectives of the others; they find the error in the store, and raise it too.
 """
 
+import atexit
 import json
 import os
 import threading
@@ -36,6 +37,7 @@ class CollectiveProgress:
         self.group, self.begun, self.since = group, 0, 0.0
         self.members = dist.get_process_group_ranks(group)
         self._error = ""
+        _all_progress.add(self)
 
     def close(self, error: str) -> None:
         """Close the connections of the group. Its collectives raise an error from now on."""
@@ -57,6 +59,20 @@ class CollectiveProgress:
         """Whether a collective has waited for long."""
         since = self.since  # another thread may end the collective meanwhile
         return since > 0.0 and time.monotonic() - since > STALL_SECONDS
+
+
+_all_progress: "weakref.WeakSet[CollectiveProgress]" = weakref.WeakSet()
+
+
+@atexit.register
+def _release_destroyed() -> None:
+    """Drop groups that torch has destroyed, which ends their threads.
+
+    A thread of gloo that still holds a tensor when the interpreter ends would abort the process.
+    """
+    if not dist.is_initialized():
+        for progress in _all_progress:
+            progress.group = None
 
 
 class AgreementBarrier:

@@ -7,13 +7,13 @@ A message of n bytes arrives alpha + n beta after it was sent, and a rank's mess
     all-to-all   straight to each peer (a gossip swap is one with few peers); by our own link, in turns
     broadcast    down a binomial tree
 
-A receiver tells the sender that it is ready before a message leaves, so each costs alpha twice. Around a ring, a rank
-says so for the next hop while this one still travels, which hides the second alpha the better, the longer a hop takes.
+A receiver announces that it is ready before a message leaves, so each costs alpha twice. Around a ring, a rank sends
+the announcement for the next hop during the current one, which hides more of the second alpha, the longer a hop takes.
 With c the bytes of a hop, the h hops of a ring take
 
     h (c beta + alpha + max(0, alpha - c beta / 4))
 
-Between two ranks nothing is hidden: that word takes the same connection, behind the hop's own bytes.
+Between two ranks nothing is hidden: the announcement takes the same connection, behind the hop's own bytes.
 """
 
 import math
@@ -30,8 +30,8 @@ ACKNOWLEDGED = 0.35  # packets of nothing but an acknowledgment for each that ar
 MESSAGE_BYTES = 380  # around each message: announcements both ways, gloo's header, their own packets; measured
 _SEGMENT = MTU + 14 - HEADERS
 _PIECE_BYTES = 2**20  # gloo's largest message within a ring
-_SINGLE_BYTES = 16  # what fits into one piece is awaited long before it comes
-_HIDES = 0.25  # of a hop's time, behind which the word that a rank is ready for the next one is hidden
+_SINGLE_BYTES = 16  # one piece, for which the receiver has waited long before it arrives
+_HIDES = 0.25  # of a hop's time, which hides the announcement for the next hop
 
 # How much longer TCP takes than an ideal link of that rate, measured among 2 and 4 hosts at 100 mbit: streams that meet
 # at a port drain unevenly, and who finishes early leaves its share of the link idle. What queues and sockets hold does
@@ -106,7 +106,7 @@ def seconds(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -
 
 
 def ring(hops: int, chunk: float, costs: AlphaBeta, hides: bool, pieces: int | None = None) -> float:
-    """Hops of ``chunk`` bytes around a ring, which hide the word that a rank is ready if it takes another way."""
+    """Hops of ``chunk`` bytes around a ring, which hide announcements if these take another connection."""
     travel = _RING * costs.carry(chunk, chunk)
     if pieces is None and chunk <= _SINGLE_BYTES:
         return hops * travel + (hops + 2) * costs.alpha

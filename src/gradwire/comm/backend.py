@@ -27,7 +27,7 @@ class Backend(ABC):
     rank: int
     world: int
     traffic: Traffic
-    device = torch.device("cpu")  # where small agreements must live
+    device = torch.device("cpu")  # the device of tensors in small agreements
     host_layout: HostLayout | None = None  # which ranks share a host, where that makes a difference
     inside = Traffic()  # bytes that stay inside a host
     barrier: AgreementBarrier | None = None  # where ranks meet before they agree on something

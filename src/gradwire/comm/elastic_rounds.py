@@ -6,16 +6,17 @@ Every worker has an edge to every other one (`peer_mesh`). A round has three exc
     1    all send a ballot: whose messages they have, of which history they are, and since when they are members
     2    one of them, the leader, sends who counts
 
-Workers hold the same state if they have the same history, a hash of who counted in which round. The leader is the
-oldest member of the history that most have. Those count who have its history, and of whom each has the messages of all
-others. A worker that does not count, or receives no decision, has missed the round. It takes over the leader's
-state; where the leader is gone, nobody may have a decision, and the round is tried again.
+Workers hold the same state if they have the same history, a hash of all decisions. The leader is the oldest member of
+the history that most have. Those count who have its history, and of whom each has the messages of all others. A worker
+that does not count, or receives no decision, has missed the round. It takes over the leader's state. If the leader is
+lost, perhaps no worker has a decision, and the round is tried again.
 """
 
 import hashlib
 import json
+import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 from gradwire.comm.peer_mesh import PeerMesh
@@ -37,6 +38,18 @@ class Ballot(NamedTuple):
     received: tuple[int, ...]
 
 
+class RoundDecision(NamedTuple):
+    """What the leader sends to the others. These send an empty one.
+
+    Attributes:
+        nonce: A random one, since a worker that has loaded an earlier state may repeat its rounds with other messages.
+        members: The ranks whose messages count; none where this worker does not lead.
+    """
+
+    nonce: str = ""
+    members: tuple[int, ...] = ()
+
+
 class ElasticRounds:
     """One worker's place in the group.
 
@@ -45,7 +58,7 @@ class ElasticRounds:
         history: Which state this worker holds.
         since: The round in which it became a member.
         members: Those who counted in the last round.
-        leader: Who led it; None if this worker does not know.
+        leader: Whose state this worker takes over if it has missed the round; None if the round is to be tried again.
     """
 
     def __init__(self, mesh: PeerMesh) -> None:
@@ -63,7 +76,7 @@ class ElasticRounds:
 
         Args:
             message: Of this worker.
-            fits: Whether a message may be another worker's; who sends anything else is dropped.
+            fits: Whether a message may be another worker's; a worker that sends anything else is dropped.
         """
         step, self.leader = self.step, None
         live = self.mesh.begin(step)
@@ -71,27 +84,27 @@ class ElasticRounds:
         messages = {self.rank: message, **self._kept(others, fits)}
         mine = Ballot(self.since, self.history, tuple(sorted(messages)))
         ballots = {self.rank: mine, **self._read(self._to_others(1, messages, json.dumps(mine)), _ballot)}
-        leader = leader_of(ballots)
-        members = members_of(ballots, leader) if leader == self.rank else ()
-        decisions = self._read(self._to_others(2, ballots, json.dumps(members)), _ranks)
-        if leader != self.rank:
-            members = decisions.get(leader, ())
-        if not {*members} <= messages.keys():
-            members = ()
-        self.leader = leader if members else None
-        if self.rank not in members:
+        leader, own = leader_of(ballots), RoundDecision()
+        if leader == self.rank:
+            own = RoundDecision(secrets.token_hex(8), members_of(ballots, leader))
+        decisions = {self.rank: own, **self._read(self._to_others(2, ballots, json.dumps(own)), _decision)}
+        decision = decisions.get(leader, RoundDecision())
+        # A worker that others do not follow has no decision to send, but what this one has missed.
+        self.leader = leader if decision.members or ballots[leader].history != self.history else None
+        members = decision.members
+        if self.rank not in members or not {*members} <= messages.keys():
             self.step += 1
             return None
-        self.members, self._next = members, (step + 1, next_history(self.history, step, members))
+        self.members, self._next = members, (step + 1, next_history(self.history, step, decision))
         return {rank: messages[rank] for rank in members}
 
     def commit(self) -> None:
-        """The state is that of after the round."""
+        """The round is over, and the state is the new one."""
         if self._next[0] > self.step:
             self.step, self.history = self._next
 
     def take(self, step: int, history: str) -> None:
-        """The state is another worker's."""
+        """The state is now that of another worker, with its step and history."""
         self.step = self.since = step
         self.history, self._next = history, (step, history)
 
@@ -119,14 +132,22 @@ def _ballot(body: bytes) -> Ballot:
     return Ballot(int(since), str(history), tuple(map(int, received)))
 
 
-def _ranks(body: bytes) -> tuple[int, ...]:
-    return tuple(map(int, json.loads(body)))
+def _decision(body: bytes) -> RoundDecision:
+    nonce, members = json.loads(body)
+    return RoundDecision(str(nonce), tuple(map(int, members)))
 
 
 def leader_of(ballots: Mapping[int, Ballot]) -> int:
-    """The oldest member of the history that most workers have."""
-    sizes = Counter(ballot.history for ballot in ballots.values())
-    return min(ballots, key=lambda rank: (-sizes[ballots[rank].history], ballots[rank].since, rank))
+    """The oldest member of the history that most workers have; of equally many, one with more connections has it."""
+    sizes, reach = Counter(ballot.history for ballot in ballots.values()), Counter[str]()
+    for ballot in ballots.values():
+        reach[ballot.history] = max(reach[ballot.history], len(ballot.received))
+
+    def order(rank: int) -> tuple[int, int, int, int]:
+        history, since = ballots[rank].history, ballots[rank].since
+        return -sizes[history], -reach[history], since, rank
+
+    return min(ballots, key=order)
 
 
 def members_of(ballots: Mapping[int, Ballot], leader: int) -> tuple[int, ...]:
@@ -140,6 +161,6 @@ def members_of(ballots: Mapping[int, Ballot], leader: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def next_history(history: str, step: int, members: Sequence[int]) -> str:
+def next_history(history: str, step: int, decision: RoundDecision) -> str:
     """Of the state that this round leads to."""
-    return hashlib.sha256(f"{history} {step} {list(members)}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{history} {step} {[*decision]}".encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Emulated: a thin link on a fast one, without root.
+"""Emulated: a slow link on a fast one, without root.
 
 A collective ends when its alpha-beta model says, and never earlier. All emulated backends of a process share one link,
 so that what is sent at once takes as long as what is sent in turn.
@@ -43,7 +43,7 @@ SHARED_LINK = SharedLink()
 
 
 class EmulatedBackend(CountingBackend):
-    """Carries out collectives by another backend, and takes as long as a thinner link would."""
+    """Carries out collectives by another backend, and takes as long as a slower link would."""
 
     def __init__(self, inner: CountingBackend, spec: LinkSpec | str, shared: SharedLink = SHARED_LINK) -> None:
         super().__init__()

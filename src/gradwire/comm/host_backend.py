@@ -50,7 +50,7 @@ def subdivide(whole: Backend, host_layout: HostLayout) -> HostBackend:
     inside_host, between = (
         _group(fast, ranks) for ranks in (host_layout.local_ranks(whole.rank), host_layout.counterparts(whole.rank))
     )
-    if isinstance(whole, EmulatedBackend):  # the link between hosts is thin
+    if isinstance(whole, EmulatedBackend):  # the link between hosts is slow
         between = EmulatedBackend(between, whole.spec)
     return HostBackend(host_layout, whole, inside_host, between)
 

@@ -1,4 +1,4 @@
-"""Job secret: what the ranks of a job know, and strangers do not."""
+"""Job secret: a text that all ranks of a job have, and by which they refuse connections from outside."""
 
 import ipaddress
 import os
@@ -21,7 +21,7 @@ def job_secret(rendezvous: Rendezvous, host: str) -> bytes:
     text = _given()
     if not text and not ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
         raise ValueError(
-            f"host={host!r} can be reached by strangers, and there is no secret to refuse them by; give all ranks the "
+            f"host={host!r} can be reached from other machines, and no secret protects it; give all ranks the "
             f"same {VARIABLE}, or {FILE_VARIABLE} with the path of a file that holds it, such as one made by "
             "`openssl rand -hex 32`"
         )

@@ -36,9 +36,9 @@ class EdgeAgreement:
         self._digests = step, digests
 
     def is_active(self) -> bool:
-        """Whether the caller is there to keep what its threads agree to.
+        """Whether the caller is active, so that it will do what its threads agree to.
 
-        Else peers would wait for a rank that hangs, again and again.
+        Else peers would wait for a rank that hangs, in one step after the other.
         """
         return self.joined and time.monotonic() < self._active + self.edges.timeout / 2
 
@@ -69,38 +69,38 @@ class EdgeAgreement:
             assert edge.peer_step is not None
             step = edge.offered = max(self.next_step, edge.peer_step) + (2**edge.tries - 1)
             edge.tries = min(edge.tries + 1, 6)
-            digest = self._digest(edge, step)
-        self.edges.send(edge, FrameKind.OFFER, step, body=digest)
+            own, digest = self.next_step, self._digest(edge, step)
+        self.edges.send(edge, FrameKind.OFFER, step, own, digest)
 
     def _digest(self, edge: Edge, step: int) -> bytes:
         """Of this rank's copies of an edge, if it goes on with the step that they fit."""
         return self._digests[1].get(edge.peer, b"") if self._digests[0] == step else b""
 
     def send_state(self, edges: Iterable[Edge]) -> None:
-        """Send this rank's parameters to the peers that wait for them, if there are any yet."""
+        """Send this rank's parameters to the peers that wait for them, if it has come to the step that they want."""
         for edge in edges:
             with self.edges.changed:
-                snapshot = self.snapshot if edge.wants_state else None
-                edge.wants_state = edge.wants_state and snapshot is None
-            if snapshot is not None:
-                self.edges.send(edge, FrameKind.STATE, snapshot[0], 0, snapshot[1]())
+                step, snapshot = self.snapshot or (-1, bytes)
+                wanted = edge.wanted is not None and edge.wanted <= step
+                edge.wanted = None if wanted else edge.wanted
+            if wanted:
+                self.edges.send(edge, FrameKind.STATE, step, 0, snapshot())
 
     def handle(self, edge: Edge, kind: int, step: int, index: int, body: bytes) -> None:
-        """Take a frame in, and answer it."""
+        """Process a frame, and answer it."""
         with self.edges.changed:
             edge.last_seen = time.monotonic()
+            _record(edge, kind, step, index, body)
             taken = kind == FrameKind.OFFER and self.joined and step >= self.next_step
             if taken:
                 edge.start, edge.resumed = step, bool(body) and body == self._digest(edge, step)
-            else:
-                _record(edge, kind, step, index, body)
             self.edges.changed.notify_all()
-        if kind in (FrameKind.READY, FrameKind.REFUSE):
+        if kind in (FrameKind.READY, FrameKind.REFUSE) and step >= 0:  # one that has not joined will announce its step
             self._offer(edge)
         elif taken:
             self.edges.send(edge, FrameKind.TAKE, step, body=body if edge.resumed else b"")
         elif kind == FrameKind.OFFER:
-            self.edges.send(edge, FrameKind.REFUSE, self.next_step)
+            self.edges.send(edge, FrameKind.REFUSE, self.next_step if self.joined else -1)
         elif kind == FrameKind.PULL:
             self.send_state([edge])
         elif kind == FrameKind.ASK:  # answered while the caller computes, too: nothing is agreed on
@@ -130,12 +130,14 @@ def _record(edge: Edge, kind: int, step: int, index: int, body: bytes) -> None:
     elif kind == FrameKind.STATE:
         edge.state = step, body
     elif kind == FrameKind.PULL:
-        edge.wants_state = True
+        edge.wanted = step
     elif kind == FrameKind.ANSWER:
         edge.answer = step
     elif kind == FrameKind.READY:
-        edge.peer_step = step
+        edge.peer_step = edge.answer = step
+    elif kind == FrameKind.OFFER:
+        edge.peer_step = index
     elif kind == FrameKind.REFUSE:
-        edge.peer_step, edge.offered = step, None
+        edge.peer_step, edge.offered = edge.peer_step if step < 0 else step, None
     elif kind == FrameKind.TAKE and edge.offered == step:
         edge.start, edge.offered, edge.resumed = step, None, bool(body)

@@ -1,4 +1,4 @@
-"""Connector: opens connections to neighbors, again and again while there is none, and answers theirs."""
+"""Connector: opens connections to neighbors, with retries while there is none, and accepts theirs."""
 
 import contextlib
 import logging
@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,7 +30,8 @@ from gradwire.comm.secure_channel import (
 
 _REDIAL_SECONDS = 0.05
 _WATCH_SECONDS = 0.5
-_MOST_HANDSHAKES = 64  # at a time; strangers hold no more threads than that
+_END_SECONDS = 1.0  # for threads; one that dials a host out of reach takes longer
+_MOST_HANDSHAKES = 64  # at a time, so that connections from outside hold no more threads than that
 _WARN_AFTER = 20  # handshakes; a peer that is about to end may break off some
 _log = logging.getLogger("gradwire.gossip")
 
@@ -62,32 +64,51 @@ class Connector:
         self._unproven: Counter[int] = Counter()  # how often a peer that was dialed did not prove the secret
         self._handshakes: dict[SecureChannel, None] = {}  # of accepted connections, the oldest first
         self.strangers = 0
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._listener = listen(host)
         self._address = (host, self._listener.getsockname()[1])
         rendezvous.write(self._rank, self._address)
-        _start(accept_all, self._listener, self._accept)
-        _start(self._watch)
+        self._start(accept_all, self._listener, self._accept)
+        self._start(self._watch)
         for peer in self._neighbors:
             if peer < self._rank:  # the higher rank of an edge dials
-                _start(self._dial, peer)
+                self._start(self._dial, peer)
 
     def close(self) -> None:
-        """Stop to accept. The edges are closed already."""
+        """Stop to accept, and wait for the threads to end. The edges are closed already.
+
+        A thread that frees a tensor while the interpreter ends aborts the process.
+        """
         shut(self._listener)
+        with self._edges.changed:
+            for channel in self._handshakes:
+                channel.close()
+            threads = list(self._threads)
+        deadline = time.monotonic() + _END_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, work: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, name=f"gradwire-{work.__name__}", daemon=True)
+        thread.start()
+        with self._edges.changed:
+            self._threads.add(thread)
 
     def _channel(self, line: socket.socket) -> SecureChannel:
         return SecureChannel(line, len(self._hello), 2 * self._edges.timeout)  # a step waits no longer for a frame
 
     def _accept(self, line: socket.socket) -> None:
-        """Where strangers crowd in, the one that has taken longest makes room: a neighbor takes no time."""
+        """Of too many handshakes, the oldest is closed: that of a neighbor takes little time."""
         channel = self._channel(line)
         with self._edges.changed:
             self._handshakes[channel] = None
+            if self._edges.closed:
+                return channel.close()
             if len(self._handshakes) > _MOST_HANDSHAKES:
                 oldest = next(iter(self._handshakes))
                 del self._handshakes[oldest]
                 oldest.close()
-        _start(self._serve, channel, None)
+        self._start(self._serve, channel, None)
 
     def _watch(self) -> None:
         """Look whether another process has joined as this rank. In a thread, since the table may be out of reach."""
@@ -147,7 +168,7 @@ class Connector:
         return Edge(peer, channel, peer_step=step if step >= 0 else None), body[4:] == self._hello[4:]
 
     def _drop_stranger(self, dialed: int | None, error: Exception) -> None:
-        """Strangers make no noise. A neighbor's address that never answers as one is worth a warning."""
+        """Log connections from outside at debug level, and warn of a neighbor's address that proves no secret."""
         with self._edges.changed:
             self.strangers += 1
             if dialed is not None:
@@ -173,7 +194,3 @@ class Connector:
             elif peer not in self._refused:
                 self._refused.add(peer)
                 _log.warning("%s. This rank continues without it.", message)
-
-
-def _start(work: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=work, args=args, name=f"gradwire-{work.__name__}", daemon=True).start()

@@ -20,12 +20,12 @@ class FrameKind(IntEnum):
 
     HELLO = 1  # step: its next one, or -1; body: its rank, and the digest of its training
     READY = 2  # step: its next one, now that it is known
-    OFFER = 3  # step: from which the edge may take part; body: the digest of its copies of the edge, if it has any
+    OFFER = 3  # step: from which the edge may take part; index: its next one; body: the digest of its copies, if any
     TAKE = 4  # step: as offered; body: the same digest, if its own is equal
-    REFUSE = 5  # step: its next one, which is beyond the offered one
+    REFUSE = 5  # step: its next one, which is beyond the offered one, or -1 where it has not joined
     MESSAGE = 6  # step, index; body: a payload
     WAIT = 7  # it waits for another peer
-    PULL = 8  # it asks for parameters
+    PULL = 8  # step: from which on it asks for parameters
     STATE = 9  # step: its next one; body: its parameters
     LEAVE = 10  # it leaves; nothing is lost
     ASK = 11  # it asks for the next step
@@ -50,8 +50,8 @@ class Edge:
         messages: Received ones, by step and index, until they are used.
         state: The peer's next step and parameters, after a PULL.
         asked: Whether this end has asked for the peer's next step.
-        answer: That step, or -1, once the peer has answered.
-        wants_state: Whether the peer waits for this end's parameters, which are not there yet.
+        answer: That step, or -1, once the peer has answered; or a later one that it has announced since.
+        wanted: The step whose parameters the peer waits for, or those of a later one.
     """
 
     peer: int
@@ -68,7 +68,7 @@ class Edge:
     state: tuple[int, bytes] | None = None
     asked: bool = False
     answer: int | None = None
-    wants_state: bool = False
+    wanted: int | None = None
 
 
 class EdgeTable:
@@ -113,7 +113,7 @@ class EdgeTable:
 
     def furthest(self, step: int) -> int | None:
         """The peer that is furthest beyond a step, if there is one."""
-        reached = [(max(e.peer_step or 0, e.start or 0, e.answer or 0), e.peer) for e in self.live()]
+        reached = [(max(e.peer_step or 0, e.answer or 0), e.peer) for e in self.live()]
         further = [pair for pair in reached if pair[0] > step]
         return max(further)[1] if further else None
 
@@ -135,12 +135,17 @@ class EdgeTable:
             return list(self.by_peer.values())
 
     def add(self, edge: Edge) -> None:
-        """Enter a new connection in place of an older one: a peer dials again only when it has lost that."""
+        """Enter a new connection in place of an older one: a peer dials again only when it has lost that.
+
+        One whose handshake outlasts this rank ends: its peer would hold on to it, and not dial this rank's successor.
+        """
         with self.changed:
             old = self.by_peer.get(edge.peer)
             if old is not None:
                 self.drop(old)
             self.by_peer[edge.peer] = edge
+            if self.closed:
+                self.drop(edge)
             self.changed.notify_all()
 
     def send(self, edge: Edge, kind: FrameKind, step: int = 0, index: int = 0, body: bytes = b"") -> bool:
@@ -172,29 +177,34 @@ class EdgeTable:
 
     # -- questions of a rank that was cut off --------------------------------------------------------------------------
 
-    def ask_steps(self, step: int, awaited: Set[int]) -> bool:
+    def ask_steps(self, step: int, awaited: Set[int], until_further: bool = True) -> bool:
         """Ask all peers for their next steps. Returns whether one is further, and none takes part in the step.
 
         What a peer has announced may be out of date, since it announces its step once for each edge. Its threads answer
         questions at any time, also while its caller computes. Peers that connect meanwhile are asked, too. Those that
         are awaited need not be there yet. One that is silent for `timeout` seconds is dropped.
+
+        Args:
+            step: Of this rank.
+            awaited: Peers that are waited for, there or not.
+            until_further: Whether one peer that is further, or takes part in the step, is enough.
         """
         deadline = time.monotonic() + self.timeout
         with self.changed:
             for edge in self.live():
                 edge.asked, edge.answer = False, None
-        while unasked := self._await_answers(step, awaited, deadline):
+        while unasked := self._await_answers(step, awaited, deadline, until_further):
             for edge in unasked:
                 edge.asked = True
                 self.send(edge, FrameKind.ASK)
         with self.changed:
             return self.is_cut_off(step) and self.furthest(step) is not None
 
-    def _await_answers(self, step: int, awaited: Set[int], deadline: float) -> list[Edge]:
+    def _await_answers(self, step: int, awaited: Set[int], deadline: float, until_further: bool) -> list[Edge]:
         """Wait for answers until enough is known. Returns the edges that are there but not asked yet."""
 
         def is_settled() -> bool:
-            if self.furthest(step) is not None or not self.is_cut_off(step):
+            if until_further and (self.furthest(step) is not None or not self.is_cut_off(step)):
                 return True
             return all(edge.answer is not None for edge in self.live()) and awaited <= self.by_peer.keys()
 

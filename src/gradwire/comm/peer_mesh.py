@@ -10,15 +10,16 @@ ends agree on the first step of an edge, so neither waits for a message that is 
     agreed ---- MESSAGE, WAIT -----> agreed       from the first step on, one message each way and exchange
     any ---- LEAVE ----------------> none         nothing is lost
     any ---- silence, or an end ---> none         the neighbor is lost, if the edge was agreed on
-    any ---- PULL, STATE ----------> the same     a rank that comes back takes a neighbor's step and parameters
-    any ---- ASK, ANSWER ----------> the same     a rank that was cut off learns a neighbor's step, announced long ago
+    any ---- PULL, STATE ----------> the same     a rank that comes back takes a neighbor's parameters of a step
+    any ---- ASK, ANSWER ----------> the same     a rank that joins, or was cut off, learns a neighbor's step of now
 
 Offers carry a digest of an end's copies of the edge, after a checkpoint was loaded; where both are equal, the edge goes
 on as it was. While a rank waits for one neighbor, it sends WAIT to the others; a neighbor that sends nothing for
 `timeout` seconds is dropped. Its threads connect again, but agree to nothing before its caller is active again.
 
-`secure_channel` has the wire format, which keeps strangers out; `peer_connector` the connections, `peer_edges` the
-table of edges and the kinds of frames, `peer_agreement` the answers to frames. This module has what the caller does.
+`secure_channel` has the wire format, which refuses connections from outside; `peer_connector` the connections,
+`peer_edges` the table of edges and the kinds of frames, `peer_agreement` the answers to frames. This module has what
+the caller does.
 """
 
 import logging
@@ -67,7 +68,7 @@ class PeerMesh:
     # -- joining and leaving -------------------------------------------------------------------------------------------
 
     def discover(self, step: int) -> int | None:
-        """Wait for the neighbors, at most `timeout`. Returns a peer that is further than ``step``, if there is one.
+        """Wait for the neighbors, at most `timeout`, and ask them. Returns a peer that is further, if there is one.
 
         A neighbor that has joined at an earlier step is waited for as well: it may be about to load its state.
         """
@@ -79,6 +80,10 @@ class PeerMesh:
         with self.edges.changed:
             self._agreement.next_step = step
             self.edges.wait_until(all_there)
+            # Neighbors that only this rank connects may be at different steps; the furthest connects in a moment.
+            self.edges.changed.wait_for(lambda: len(self.edges.live()) == len(self._neighbors), self.timeout / 10)
+        self.edges.ask_steps(step, set(), until_further=False)  # one whose caller computes has announced nothing
+        with self.edges.changed:
             return self.edges.furthest(step)
 
     def catch_up(self, step: int, copy: Callable[[int], bool]) -> int | None:
@@ -100,16 +105,22 @@ class PeerMesh:
             self.edges.wait_until(lambda: peer in self.edges.by_peer)
             return peer in self.edges.by_peer
 
-    def pull(self, peer: int) -> tuple[int, bytes] | None:
-        """A peer's next step and parameters; None if it was lost meanwhile."""
+    def pull(self, peer: int, at_least: int = 0) -> tuple[int, bytes] | None:
+        """A peer's next step and parameters, once it has come to some step; None if it is late, or lost meanwhile.
+
+        One that is silent for `timeout` seconds is dropped. No edge begins before that step.
+        """
         with self.edges.changed:
             edge = self.edges.by_peer.get(peer)
+            self._agreement.next_step = max(self._agreement.next_step, at_least)
             if edge is not None:
                 edge.state = None  # an earlier answer is out of date
-        if edge is None or not self.edges.send(edge, FrameKind.PULL):
+        if edge is None or not self.edges.send(edge, FrameKind.PULL, at_least):
             return None
         with self.edges.changed:
             self.edges.wait_until(lambda: edge.state is not None or not edge.alive)
+            if edge.state is None and time.monotonic() >= edge.last_seen + self.timeout:
+                self.edges.drop(edge)
             return edge.state
 
     def join(self, step: int, snapshot: Snapshot, digests: Mapping[int, bytes] | None = None) -> None:
@@ -127,8 +138,8 @@ class PeerMesh:
         with self._agreement.active(edges), self.edges.changed:
             self.edges.wait_until(lambda: self._all_agreed(digests or {}))
 
-    def await_edges(self, peers: Iterable[int], seconds: float) -> list[int]:
-        """Wait for edges to some peers, at most so long. Returns the first steps of all that are agreed on."""
+    def await_edges(self, peers: Iterable[int], seconds: float) -> dict[int, int]:
+        """Wait for edges to some peers, at most so long. Returns the first steps of all that are agreed on, by peer."""
         others = {*peers} - {self.rank}
 
         def starts() -> dict[int, int]:
@@ -136,13 +147,15 @@ class PeerMesh:
 
         with self.edges.changed:
             self.edges.changed.wait_for(lambda: others <= starts().keys(), seconds)
-            return list(starts().values())
+            return starts()
 
     def publish(self, step: int, snapshot: Snapshot) -> None:
         """Let neighbors that come back, or wait, have these parameters; ``step`` is the next one."""
         with self.edges.changed:
             self._agreement.snapshot = step, snapshot
-        self._agreement.send_state(self.edges.snapshot())
+        for edge in self.edges.snapshot():
+            if edge.wanted is not None:  # by another thread: one that does not read must not stop this rank
+                self._writers.submit(self._agreement.send_state, [edge])
 
     def leave(self) -> None:
         """Leave all edges that are agreed on, and agree on none until `join` is called again."""
@@ -158,6 +171,7 @@ class PeerMesh:
         """Leave for good, after the last message is out."""
         with self.edges.changed:
             self.edges.closed = True
+            self._agreement.snapshot = None  # no thread may be the last to hold its tensors
             live = self.edges.live()
             self.edges.changed.notify_all()
         self._writers.shutdown()
@@ -200,11 +214,18 @@ class PeerMesh:
             joined = [edge for edge in self.edges.live() if edge.start is not None and edge.start <= step]
             return {e.peer: e.start == step and not e.resumed for e in sorted(joined, key=lambda edge: edge.peer)}
 
+    def partners(self, step: int) -> list[int]:
+        """The peers that took part in the step before: one that has come back meanwhile has not made that."""
+        with self.edges.changed:
+            return [edge.peer for edge in self.edges.live() if edge.start is not None and edge.start < step]
+
     def exchange(self, step: int, index: int, out: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send each peer its message and wait for theirs. A peer that is lost is absent from the result."""
-        with self.edges.changed:
-            edges = {edge.peer: edge for edge in self.edges.live() if edge.peer in out}
-        if index >= UNCOUNTED:  # outside of any step
+        last = step - 1 if index >= UNCOUNTED else step  # in which both ends took part
+        with self.edges.changed:  # a peer that has connected again since is awaited in a later step, if at all
+            taking = [e for e in self.edges.live() if e.start is not None and e.start <= last]
+            edges = {edge.peer: edge for edge in taking if edge.peer in out}
+        if index >= UNCOUNTED:
             self._deadline = time.monotonic() + 2 * self.timeout
         # By other threads: a stalled peer must not keep this one from sending WAIT to the others.
         writes = {
@@ -221,10 +242,13 @@ class PeerMesh:
 
     def _await_messages(self, edges: Collection[Edge], step: int, index: int) -> None:
         """Wait for the messages of all peers, and drop those that were silent too long."""
-        began = last_sent = time.monotonic()
+        began = last_sent = checked = time.monotonic()
         while True:
             with self.edges.changed:
                 now = time.monotonic()
+                if now > checked + self.timeout / 2:  # this process was stopped; what others have sent lies unread
+                    began, self._deadline = now, self._deadline + now - checked
+                checked = now
                 missing = [edge for edge in edges if edge.alive and (step, index) not in edge.messages]
                 for edge in missing:
                     if now > min(max(edge.last_seen, began) + self.timeout, self._deadline):
@@ -234,8 +258,9 @@ class PeerMesh:
                 self.edges.changed.wait(self.timeout / 10)
             if time.monotonic() - last_sent >= self.timeout / 5:
                 last_sent = time.monotonic()
-                for edge in edges:
-                    self._writers.submit(self.edges.send, edge, FrameKind.WAIT, step)
+                for edge in self.edges.snapshot():
+                    if edge.start is not None:  # it may wait in a later step already
+                        self._writers.submit(self.edges.send, edge, FrameKind.WAIT, step)
 
     def drop(self, peer: int, why: str) -> None:
         """Drop a neighbor. It may connect again, and the edge then begins with whole parameters."""

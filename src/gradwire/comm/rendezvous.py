@@ -1,4 +1,4 @@
-"""Rendezvous: where peers write down their addresses, so that a peer that comes back can be found."""
+"""Rendezvous: a table of the peers' addresses, so that a peer that comes back can be found."""
 
 import contextlib
 import os
@@ -58,7 +58,7 @@ class FolderRendezvous(Rendezvous):
         return (self.folder / key).read_text()
 
     def set_default(self, key: str, text: str) -> str:
-        """The file is for this user's eyes only, and one of another user is refused."""
+        """Only this user can read the file, and a file of another user is refused."""
         descriptor, partial = tempfile.mkstemp(dir=self.folder)  # readable by its owner alone
         with open(descriptor, "w") as file:
             file.write(text)

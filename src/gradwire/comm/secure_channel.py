@@ -17,8 +17,8 @@ Frames follow:
     body
     tag      [16]     HMAC(key, number + all of the above), its first half
 
-Each direction has a key of its own, HMAC(secret, name + both nonces). Frames are numbered from 0, and the number does
-not travel, so a frame that is forged, changed, repeated, left out or out of order has a wrong tag. The hash is SHA-256.
+Each direction has a key of its own, HMAC(secret, name + both nonces). Frames are numbered from 0, and the number is not
+sent, so a frame that is forged, changed, repeated, left out or out of order has a wrong tag. The hash is SHA-256.
 
 With ``GRADWIRE_TLS_CERT``, ``GRADWIRE_TLS_KEY`` and ``GRADWIRE_TLS_CA`` in the environment all this travels in TLS.
 Both ends then need a certificate that the authority has signed; host names are not compared.
@@ -221,7 +221,8 @@ def accept_all(listener: socket.socket, serve: Callable[[socket.socket], None]) 
         try:
             serve(listener.accept()[0])
         except (OSError, RuntimeError):  # it was closed, the connection ended, or descriptors or threads are used up
-            time.sleep(0.05)
+            if listener.fileno() >= 0:  # or the thread may end with the interpreter, and torch aborts the process then
+                time.sleep(0.05)
 
 
 def shut(line: socket.socket) -> None:

@@ -1,5 +1,6 @@
 """TorchBackend: a torch.distributed process group (gloo, NCCL, or gloo with CUDA tensors)."""
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,7 @@ from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Coll
 from gradwire.comm.emulated import maybe_emulated
 from gradwire.comm.liveness import ProbeAddress, ProbeAddresses, probe_address
 
-_OUR_COUNT = 2**32  # beyond all counts of torch's own
-_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # groups by ranks, of each world
+_made: WeakKeyDictionary[Any, Counter[tuple[Any, ...]]] = WeakKeyDictionary()  # groups by ranks, of each world
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -37,9 +37,7 @@ def private_group(group: dist.ProcessGroup | None, timeout: timedelta | None = N
     parent = group if group is not None else dist.group.WORLD
     if not isinstance(parent, dist.ProcessGroup):  # what torch hands to ranks outside
         raise ValueError(f"rank {dist.get_rank()} is not in the process_group; attach only on the ranks that are")
-    # Ranks outside a smaller group do not take part in making it. Of the whole world all do, and then the name is not
-    # needed that torch makes of how many groups a rank has joined, which may differ between ranks.
-    members_only = parent is not dist.group.WORLD
+    members_only = parent is not dist.group.WORLD  # ranks outside a smaller group do not take part in making it
     return subgroup(dist.get_process_group_ranks(parent), parent, timeout, members_only)
 
 
@@ -48,31 +46,29 @@ def subgroup(
 ) -> dist.ProcessGroup:
     """A group of some ranks of the world, with their parent's timeout. All ranks must call it, or ``members_only``."""
     timeout = timeout or timeout_of(parent if parent is not None else dist.group.WORLD)
-    with _count_of_own(tuple(ranks)):
+    with _named(ranks, members_only):
         made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=members_only)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 @contextmanager
-def _count_of_own(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Have torch name a group by how many of the same ranks we have made, which is the same on all of them.
+def _named(ranks: Sequence[int], members_only: bool) -> Iterator[None]:
+    """Name the next group by how many of the same ranks we have made, which is the same on all of them.
 
-    It takes its own count of groups, which since torch 2.15 differs between ranks once some of them have made a group
-    without the others. They would wait for groups of different names. The user's groups would, too, so the count is put
-    back.
+    Torch's own names have the number of groups that a rank has joined. Ranks would wait for groups of different names
+    where some have joined one without the others.
     """
-    world: Any = getattr(distributed_c10d, "_world", None)
-    if not hasattr(world, "group_count"):
-        yield
-        return
-    made = _made.setdefault(dist.group.WORLD, Counter())
-    made[ranks] += 1
-    before, world.group_count = world.group_count, _OUR_COUNT + made[ranks]
+    made, key = _made.setdefault(dist.group.WORLD, Counter()), (*ranks, members_only)
+    made[key] += 1
+    name = hashlib.sha1(f"{key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
+    module: Any = distributed_c10d
+    named_by_torch = getattr(module, "_process_group_name", None)  # private to torch
+    module._process_group_name = lambda *_, **__: f"gradwire_{name}"
     try:
         yield
     finally:
-        world.group_count = before
+        module._process_group_name = named_by_torch
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:

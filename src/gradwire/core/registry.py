@@ -59,7 +59,7 @@ def lookup(name: str) -> tuple[str, Callable[..., object]]:
     if name not in _ENTRIES:
         plain = name.lower().replace("-", "_")
         near = [plain] if plain in _ENTRIES else difflib.get_close_matches(plain, _ENTRIES, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see `gradwire codecs`"
+        hint = f"did you mean {' or '.join(near)}?" if near else "see `gradwire codecs`."
         raise ValueError(
             f"there is nothing called {name!r}; {hint} A name of your own: import the module that registers it, or "
             "--import FILE.py"

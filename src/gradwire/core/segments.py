@@ -113,9 +113,9 @@ def _window(table: Segments, start: int, stop: int) -> Segments:
 
 
 @cached_on_device(256)
-def on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers of a table as an int64 tensor. It is cached, so it must not be written into."""
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+def on(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers of a table as a tensor. It is cached, so it must not be written into."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def known(lengths: Tensor) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ further specs, so a spec cannot run code. ``{0: topk(0.25), 500: topk(0.01)}`` i
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import re
 from abc import ABC
@@ -157,7 +158,16 @@ def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
     except TypeError as error:  # too many arguments, an unknown one, a text where a number belongs, and the like
         written = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
         signature = str(known).partition(" ->")[0]
-        raise ValueError(f"{name}({', '.join(written)}) does not fit {name}{signature}: {error}") from None
+        call = f"{name}({', '.join(written)})"
+        raise ValueError(f"{call} does not fit {name}{signature}: {error}{_near(named, known)}") from None
+
+
+def _near(named: dict[str, Any], known: inspect.Signature) -> str:
+    """The argument that was probably meant by a name that is none."""
+    lower = {word.lower(): word for word in known.parameters}
+    unknown = [word.lower() for word in named if word not in known.parameters]
+    found = difflib.get_close_matches(unknown[0], lower, n=1) if unknown else []
+    return f"; did you mean {lower[found[0]]}?" if found else ""
 
 
 def _required(parameter: inspect.Parameter) -> bool:

@@ -1,8 +1,8 @@
 """Engine: plans, lanes, and the step of one rank.
 
 method, presets          what a spec stands for; whole methods by name: dgc, onebit_adam, ...
-plan, lane, encoders     which lane serves a parameter, what a lane does, by which kernels
-step, state, checkpoint  the step of one rank, what lanes remember, and how that is saved
+plan, lane, encoders     which lane has a parameter, what a lane does, and with which kernels
+step, state, checkpoint  the step of one rank, the memories of lanes, and how they are saved
 status, overflow         what ranks report to each other; steps that are skipped because a gradient is not finite
 drive, cuda_graphs       executors: eager, and captured (`capture`, `graph_buffers`)
 lockstep, batched        executors of all ranks of one process: one after the other, or all at once

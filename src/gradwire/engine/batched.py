@@ -53,7 +53,7 @@ class Batched:
     def __post_init__(self) -> None:
         self.world, self.clock = len(self.engines), Clock()
         self._stacked: list[LaneState] = []
-        self._committed: list[list[LaneMemory]] = []  # as the engines were left with them, by lane and rank
+        self._committed: list[list[LaneMemory]] = []  # the engines' states after the last step, by lane and rank
         # By lane: the gradients of all ranks, and the buffer in which they lie end to end.
         self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
 
@@ -63,16 +63,18 @@ class Batched:
         steps = {(engine.step, engine.shard) for engine in self.engines}
         plain = self.group.host_layout is None and len(steps) == 1
         dense = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
-        intact = not any(engine.skipped_steps.corrupt_error for engine in self.engines)  # else a status has to travel
+        intact = not any(engine.skipped_steps.corrupt_error for engine in self.engines)  # else ranks exchange a status
         # Moments were observed on all ranks or on none.
         alike = len({tuple(state.observed is None for state in engine.states) for engine in self.engines}) == 1
+        # After a change of the spec, some ranks alone may carry an error of the one before.
+        settled = all(state.carried_error is None for engine in self.engines for state in engine.states)
         runnable = all(self._can_run_lane(lane, state) for lane, state in first.lanes)
-        return plain and dense and intact and alike and runnable and not first.clips
+        return plain and dense and intact and alike and settled and runnable and not first.clips
 
     def _can_run_lane(self, lane: Lane, state: LaneState) -> bool:
         encoder = lane.encoder(self.engines[0].step)
         left = encoder.feedback.keeps_error and not encoder.exchange.keeps_server_error
-        return can_batch(encoder) and state.carried_error is None and not (left and SERVER_ERROR in state.tensors)
+        return can_batch(encoder) and not (left and SERVER_ERROR in state.tensors)
 
     def run(self, grads: Sequence[Grads], unscale: float = 1.0) -> StepResult:
         """The updates of all ranks, which are the same tensors for all.
@@ -116,7 +118,7 @@ class Batched:
         cuts = tuple(server_slice(lane.units.total, self.world, rank) for rank in ranks)
         context = lane.context(key, self.world)._replace(units=stacked(lane.units, self.world, cuts), simulated=True)
         storage = LaneMemory({}) if self.engines[0].rollback else state.current
-        message = encoder.encode(GradViews([flat], flat.device), state, storage, context, nonfinite).message
+        message = encoder.encode(GradViews([flat], flat.device), state, storage, context, nonfinite)
         encoded = time.perf_counter()
         assert encoder.exchange.simulate is not None and message.sent is not None
         batch = RankBatch(key, self.world, lane.units, encoder.feedback.keeps_error)
@@ -203,7 +205,7 @@ def _stack(states: Sequence[LaneState]) -> LaneState:
 
 
 def _unstack(new: LaneMemory, n: int, world: int) -> list[LaneMemory]:
-    """Each rank's part of every memory; of shards, its own."""
+    """Each rank's part of every memory; of a memory that is cut into shards, its own shard."""
     parts = [LaneMemory({}) for _ in range(world)]
     for name, x in new.tensors.items():
         for rank in range(world):
@@ -217,7 +219,7 @@ def costs(rounds: Sequence[Sequence[Request]], world: int, first: bool) -> list[
     lanes = list(rounds)
     if first:
         lanes.append([status_beside(rounds[0][0], world)] * world)
-    alike = [lane[0] for lane in lanes if not isinstance(lane[0], SendRecv)]  # sums and gathers cost all the same
+    alike = [lane[0] for lane in lanes if not isinstance(lane[0], SendRecv)]  # sums and gathers cost all ranks the same
     cost = _cost(alike, world) if alike else Traffic()
     shards = [[request for request in lane if isinstance(request, SendRecv)] for lane in lanes]
     by_rank = list(zip(*filter(None, shards), strict=True))
@@ -227,7 +229,7 @@ def costs(rounds: Sequence[Sequence[Request]], world: int, first: bool) -> list[
 
 
 def status_beside(other: Request, world: int) -> Request:
-    """The status as `request_for` makes it; arithmetic without content would take longer than all the rest."""
+    """The request that `request_for` makes, without its arithmetic, which would take longer than all the rest."""
     if isinstance(other, Sum):
         return Sum(torch.empty(1, dtype=other.tensor.dtype, device=META))
     return request_for(torch.empty(1, dtype=torch.uint8, device=META), other, world)
@@ -248,7 +250,7 @@ def _cost(requests: Sequence[Request], world: int) -> Traffic:
 
 
 def _all_to_all(requests: Sequence[SendRecv], world: int) -> AllToAllOp:
-    """What `fuse` makes of these, without its copies."""
+    """The collective that `fuse` makes of these requests, without its copies."""
     out = tuple(sum(request.out[rank].nbytes for request in requests) for rank in range(world))
     into = tuple(sum(request.into[rank] for request in requests) for rank in range(world))
     return AllToAllOp(torch.empty(0, device=META), out, into)

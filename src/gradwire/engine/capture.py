@@ -31,17 +31,16 @@ class DeviceGraph(Protocol):
     """Work of a device that can be captured once, and replayed."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Until the end, work is captured, and not done."""
+        """A context in which work is captured, not executed."""
 
     def replay(self) -> None:
-        """Do it, on the current stream."""
+        """Run the captured work on the current stream."""
 
 
 class CudaGraphs:
-    """Makes graphs that share one pool of memory: what one of them has freed, those captured later use.
+    """Makes graphs that share one memory pool: a later capture reuses memory that an earlier one has freed.
 
-    Nothing in there may outlive the bucket that wrote it, since graphs do not run in the order in which they were
-    captured.
+    Graphs do not run in the order of their capture, so nothing in the pool may be read after the bucket that wrote it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +85,7 @@ class CudaGraph:
 def _reset_capture_state(device: torch.device, pool: Any) -> None:
     """Reset the allocator and the random generator after a failed capture.
 
-    Both would take the capture to go on; the generator refuses to draw until another capture has ended well.
+    Both would act as if the capture continued; the generator raises errors until another capture has succeeded.
     """
     torch._C._cuda_endAllocateToPool(device.index, pool)
     other = torch.cuda.CUDAGraph()
@@ -96,7 +95,7 @@ def _reset_capture_state(device: torch.device, pool: Any) -> None:
 
 
 def graphs_on(device: torch.device) -> Callable[[], DeviceGraph] | None:
-    """What makes graphs for a device; None where there are none, or where ``GRADWIRE_GRAPHS=0``."""
+    """What makes graphs for a device; None if the device has none, or with ``GRADWIRE_GRAPHS=0``."""
     return CudaGraphs(device) if device.type == "cuda" and os.environ.get("GRADWIRE_GRAPHS") != "0" else None
 
 
@@ -157,7 +156,7 @@ def capture(generator: Collectives[T], backend: Backend, graphs: Callable[[], De
             try:
                 with graph.capturing():
                     request = advance(generator, result)
-            except Exception as error:  # an error of the generator's own will come again when it is run eagerly
+            except Exception as error:  # an error of the generator itself is raised again when it runs eagerly
                 results = [part.result for part in parts if part.result is not None]
                 raise CaptureError(results, isinstance(error, RandomnessInGraph)) from error
             graph.replay()
@@ -169,7 +168,7 @@ def capture(generator: Collectives[T], backend: Backend, graphs: Callable[[], De
 
 
 def resume(generator: Collectives[T], backend: Backend, known: Sequence[Tensor] = ()) -> T:
-    """Run a generator the results of whose first collectives are known."""
+    """Run a generator whose first collectives are done already, with their results."""
     results = iter(known)
 
     def serve(collective: Collective) -> Tensor:

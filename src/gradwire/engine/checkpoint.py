@@ -26,11 +26,11 @@ from gradwire.feedback.feedback import divisor
 from gradwire.version import WIRE_FORMAT
 
 Saved: TypeAlias = Mapping[str, Tensor]
-_CARRIED_ERROR, _OBSERVED = "owed", "observed"  # what a lane holds in passing, by their names in checkpoints
+_CARRIED_ERROR, _OBSERVED = "owed", "observed"  # what a lane holds until its next step
 _BY_SHARD = StateSpec((), "shard")
 _NEEDED = ("format", "rank", "seed", "skipped", "step", "world")  # numbers of every state
 _SAVER = {"rank": 0, "world": 1, "local": 0, "beside": 1, "shard": 0, "shards": 1}  # where a state lacks them
-_LEAST = {"seed": -(2**63), "world": 1, "beside": 1, "shards": 1, "local": 0, "shard": 0}  # of the others, 0
+_LEAST = {"seed": -(2**63), "world": 1, "beside": 1, "shards": 1, "local": 0, "shard": 0}  # of others, 0
 
 
 def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
@@ -55,14 +55,14 @@ def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
 
 
 def facts_of(spec: str, model: Tensor, numbers: Mapping[str, int]) -> dict[str, Tensor]:
-    """What a state says of its run."""
+    """The entries of a state that describe its run."""
     facts = {name: torch.tensor(n) for name, n in {"format": WIRE_FORMAT, **numbers}.items()}
     facts |= {"model": model, "spec": byte_tensor(spec.encode())}
     return {f"gradwire/{name}": x for name, x in facts.items()}
 
 
 def _tensors(state: LaneState) -> dict[str, Tensor]:
-    """A lane's memories, and what it holds in passing."""
+    """A lane's memories, and what it holds until its next step."""
     passing = {_CARRIED_ERROR: state.carried_error, _OBSERVED: state.observed}
     return {**state.tensors, **{name: x for name, x in passing.items() if x is not None}}
 

@@ -89,7 +89,7 @@ class StepExecutor:
         encoders = self._encoders(i)
         if encoders != bucket.encoders:  # their kernels and tables are not made yet, and no capture can make them
             self._forget(bucket)
-            bucket.encoders, bucket.tries = encoders, MAX_CAPTURES  # captures of others tell nothing about these
+            bucket.encoders, bucket.tries = encoders, MAX_CAPTURES  # these were never captured
         signature = self._signature(i, where)
         captured = bucket.captures.get(signature)
         if captured is not None:
@@ -105,13 +105,13 @@ class StepExecutor:
         return self._capture(i, grads, signature)
 
     def take_in(self, i: int, grads: Grads) -> list[Tensor] | None:
-        """Have the gradients of a bucket lie where its captured work reads them, so that no update is copied back.
+        """Move the gradients of a bucket to where its captured work reads them, so that no update is copied back.
 
         Call it before `run_bucket`, on the same stream, with all gradients of the bucket.
 
         Returns:
-            What is to take the places of the gradients, in order of the bucket's names; None: they stay as they are.
-            Until all work of the step is done, the old ones must be kept: they may not have been copied yet.
+            Tensors to replace the gradients, in order of the bucket's names; None: the gradients stay. Keep the old
+            ones until all work of the step is done: they may not have been copied yet.
         """
         bucket = self._buckets[i]
         self._leave_kept_views(bucket, grads)
@@ -141,9 +141,9 @@ class StepExecutor:
     def _layout_for_capture(self, i: int, grads: Grads) -> MemoryLayout | None:
         """Where captured work finds the gradients of a bucket; None if the step cannot be captured.
 
-        All gradients must be there, and no lane may have anything to use up or to hand back late. Gradients that keep
-        coming to other addresses, or have gaps, are staged in a buffer of the bucket's own; then addresses do not
-        matter.
+        All gradients must be there, and no lane may have a carried error, observed moments or a delayed mean. Gradients
+        that keep coming to other addresses, or have gaps, are staged in a buffer of the bucket's own; then addresses do
+        not matter.
         """
         bucket, inner, lanes = self._buckets[i], self.engine.unwrapped, self.engine.full_plan.buckets[i]
         passing = any(state.carried_error is not None or state.observed is not None for state in inner.states_of(i))
@@ -153,10 +153,8 @@ class StepExecutor:
             return ()
         if grads is bucket.fixed:
             return bucket.memory_layout if bucket.staging is None else ()
-        bucket.fixed = None
         where = self._inspect_layout(i, grads)
-        if where is not None and isinstance(grads, FixedGrads):
-            bucket.fixed = grads
+        bucket.fixed = grads if where is not None and isinstance(grads, FixedGrads) else None
         return where
 
     def _inspect_layout(self, i: int, grads: Grads) -> MemoryLayout | None:
@@ -170,7 +168,8 @@ class StepExecutor:
         if bucket.staging is not None:
             return ()
         where = memory_layout(dense)
-        if where == bucket.memory_layout:
+        bucket.stays = where == bucket.memory_layout
+        if bucket.stays:
             return where
         if any(x.device != inner.device for x in dense):
             return None
@@ -188,7 +187,7 @@ class StepExecutor:
         return tuple(state.current for state in self.engine.unwrapped.states_of(i) if state.tensors), where
 
     def _encoders(self, i: int) -> tuple[int, ...]:
-        """By identity: lanes hold their encoders, and to compare those takes long."""
+        """The encoders, by identity: comparing them takes long, and lanes keep them alive."""
         inner = self.engine.unwrapped
         return tuple([id(lane.encoder(inner.step)) for lane in inner.plan.buckets[i]])
 
@@ -212,7 +211,7 @@ class StepExecutor:
 
     def _eager(self, i: int, grads: Grads) -> BucketResult:
         self._commits.clear()
-        return execute(self.engine.run_bucket(i, grads), self._backend, self._clock)
+        return execute(self.engine.run_bucket(i, self._buckets[i].fixed_grads(grads)), self._backend, self._clock)
 
     def _replay(self, i: int, bucket: CapturedBucket) -> BucketResult:
         inner, clock = self.engine.unwrapped, Clock()
@@ -231,8 +230,8 @@ class StepExecutor:
     def _capture(self, i: int, grads: Grads, signature: Hashable) -> BucketResult:
         assert self._graphs is not None
         inner, bucket = self.engine.unwrapped, self._buckets[i]
-        lanes = self.engine.full_plan.buckets[i]
-        views = bucket.staging.views if bucket.staging else [views_of(lane, grads, inner.device) for lane in lanes]
+        lanes, fixed = self.engine.full_plan.buckets[i], bucket.fixed_grads(grads)
+        views = bucket.staging.views if bucket.staging else [views_of(lane, fixed, inner.device) for lane in lanes]
         states, accounting = inner.states_of(i), inner.accounting
         encoded, dense = accounting.encoded.copy(), accounting.dense.copy()
         outputs = GraphOutputs.of(states, inner.rollback, inner.device)
@@ -260,7 +259,7 @@ class StepExecutor:
         self._commits.clear()
 
     def _refuse(self, bucket: BucketCaptures, error: CaptureError) -> None:
-        """Go on eagerly. What was refused for its randomness is never tried again."""
+        """Run the bucket eagerly. One that draws random bits on the host is never captured again."""
         self._forget(bucket)
         bucket.tries = 0 if error.permanent else bucket.tries - 1
         if not error.permanent:
@@ -269,20 +268,21 @@ class StepExecutor:
     # -- commits that read nothing -------------------------------------------------------------------------------------
 
     def _commit(self, results: Sequence[BucketResult]) -> dict[str, Tensor]:
-        """Commit as if all were well; if not, the device puts everything back. Returns the updates by name."""
+        """Commit without reading the status: the device undoes a bad step. Returns the updates by name."""
         inner = self.engine.unwrapped
         signature = tuple(map(id, results))  # of captures: the table is cleared whenever one is forgotten
         commit = self._commits.get(signature)
-        known = commit is not None
-        if commit is None:
-            commit = CapturedCommit(None, named_updates(self.engine.full_plan.lanes, results))
-        if not (known or self.replayed):
-            commit = self._commits[signature] = commit._replace(captured=self._capture_commit(results))
-        elif commit.captured is not None:
+        commit = commit or CapturedCommit(None, named_updates(self.engine.full_plan.lanes, results), runs=0)
+        settled = commit.captured is not None or commit.runs > 1
+        if commit.captured is not None:
             commit.captured.replay(self._backend, Clock())
+        elif commit.runs == 1 and not self.replayed:
+            commit = commit._replace(captured=self._capture_commit(results), runs=2)
         else:
             resume(undo_if_skipped(self.engine, self._backend, results), self._backend)
-        self.replayed = known
+            commit = commit._replace(runs=max(commit.runs, 1))
+        self._commits[signature] = commit
+        self.replayed = settled
         for state, lane in zip(inner.states, (lane for result in results for lane in result.lanes), strict=True):
             state.commit(lane.new, lane.spare)
         inner.step += 1
@@ -290,10 +290,11 @@ class StepExecutor:
         return commit.updates
 
     def _capture_commit(self, results: Sequence[BucketResult]) -> Captured[None] | None:
+        """Capture the commit, once it has run eagerly: a capture may not be the first launch of a kernel."""
         assert self._graphs is not None
-        self.engine.unwrapped.skipped_steps.device_counts  # noqa: B018 - allocated outside of the graph
         try:
             return capture(undo_if_skipped(self.engine, self._backend, results), self._backend, self._graphs)
         except CaptureError as error:
+            _log.warning("gradwire: the end of a step could not be captured (%s); it runs eagerly", error.__cause__)
             resume(undo_if_skipped(self.engine, self._backend, results), self._backend, error.results)
             return None

@@ -105,10 +105,20 @@ class Accounting:
                 counter[label] += n
 
     def counted(self, label: str, numbers: int, generator: CommGenerator[T]) -> CommGenerator[T]:
-        """The same generator, which encodes so many numbers, with its payloads and its time counted."""
+        """The same generator, which encodes so many numbers, with its payloads and its time counted.
+
+        Raises:
+            ValueError: A request is to reach other ranks than those that have the same lane.
+        """
         self.dense[label] += 4 * numbers
 
         def serve(request: Request) -> Generator[Request, Any, Any]:
+            if request.scope != "across":
+                raise ValueError(
+                    f"the exchange of the rule [{label}] yields a {type(request).__name__} with "
+                    f"scope={request.scope!r}, and ranks of one host may compress different parameters; leave scope= "
+                    "out: then it reaches all ranks that compress the same"
+                )
             self.encoded[label] += nbytes(request)
             return (yield request)
 

@@ -15,7 +15,7 @@ The law: a fused encoder makes the same messages and memories as the composed on
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from gradwire.codecs import Codec, Decoded, EncodeInput
 from gradwire.codecs.addends import max_addend
 from gradwire.codecs.encoding import Encoded, encode_selected
 from gradwire.codecs.quantizers import FP32
-from gradwire.core import Payload, Segments, as_bytes, on
+from gradwire.core import Payload, as_bytes, on
 from gradwire.core.layout import Flat, takes_scattered
 from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.views import GradViews, zero_nonfinite
@@ -35,18 +35,6 @@ from gradwire.feedback.feedback import divisor
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated
 from gradwire.kernels.momentum import momentum_topk_, next_momentum_
-
-
-class EncodedLane(NamedTuple):
-    """A lane's message, and what else the step needs of it.
-
-    Attributes:
-        message: Whose memory is the new generation, as far as it is known.
-        target: What should have been sent, for exchanges that compress in their protocol.
-    """
-
-    message: Message
-    target: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,8 +48,8 @@ class Encoder(ABC):
     @abstractmethod
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
-    ) -> EncodedLane:
-        """Encode the gradients.
+    ) -> Message:
+        """The message, whose memory is the new generation, as far as it is known before the exchange.
 
         Args:
             views: The gradients.
@@ -77,7 +65,7 @@ class ComposedEncoder(Encoder):
 
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
-    ) -> EncodedLane:
+    ) -> Message:
         if self._check_of_message is not None and not context.simulated and state.carried_error is None:
             return self._encode_unchecked(views, state, context, nonfinite)
         flat, on_cpu = views.flat(), views.device.type == "cpu"
@@ -89,7 +77,7 @@ class ComposedEncoder(Encoder):
 
     def _encode_unchecked(
         self, views: GradViews, state: LaneState, context: CommContext, nonfinite: list[Tensor]
-    ) -> EncodedLane:
+    ) -> Message:
         """Encode gradients without memories. What is made of values that are not finite will be dropped."""
         quantizer, units = self.codec.quantizer, context.units
         assert quantizer.has_nonfinite is not None
@@ -97,7 +85,7 @@ class ComposedEncoder(Encoder):
         data = quantizer.encode(grads, on(units.lengths, views.device), units.names, context.key)
         nonfinite.append(quantizer.has_nonfinite(data, units.lengths))
         encoded = Encoded(self.codec, context.key, units, None, units.lengths, data, state.tensors)
-        return EncodedLane(Message.of(encoded, state.tensors, context))
+        return Message.of(encoded, state.tensors, context)
 
     @property
     def _check_of_message(self) -> Callable[[Tensor, tuple[int, ...]], Tensor] | None:
@@ -108,28 +96,28 @@ class ComposedEncoder(Encoder):
 
     @property
     def _only_compensates(self) -> bool:
-        """Whether the exchange takes off what it sends, and all that is left is to add the error."""
+        """Whether the exchange itself subtracts what it sends, so that this encoder only adds the error."""
         subtracts = self.exchange.subtracts_sent and tuple(self.feedback.memories) == ("residual",)
         return subtracts and self.feedback.accumulation is not None and accelerated()
 
-    def _compensate(self, flat: Tensor, state: LaneState, storage: LaneMemory, nonfinite: list[Tensor]) -> EncodedLane:
+    def _compensate(self, flat: Tensor, state: LaneState, storage: LaneMemory, nonfinite: list[Tensor]) -> Message:
         """Add the error in one pass. The sum lies where the exchange leaves the new error."""
         rule, old = self.feedback.accumulation, state.tensors["residual"]
         assert rule is not None
         target = storage.tensors.get("residual")
         target = torch.empty_like(old) if target is None or target is old else target
         nonfinite.append(fused.accumulate_(flat, target, None, rule, old))
-        return EncodedLane(Message(target, None, {**state.tensors, "residual": target}), target)
+        return Message(target, None, {**state.tensors, "residual": target})
 
-    def _encode_finite(self, grad: Tensor, state: LaneState, context: CommContext) -> EncodedLane:
-        """The same of a finite gradient."""
+    def _encode_finite(self, grad: Tensor, state: LaneState, context: CommContext) -> Message:
+        """Encode gradients that are finite."""
         memory = self.codec.memory_with_gradient(grad, state.tensors, state.observed)
         target, memory = self.feedback.compensate(grad, memory)
         target, memory = self._add_carried(target, dict(memory), state, context)
         message = self.exchange.encode(EncodeInput(grad, target, memory, context.units), self.codec, context)
         if message.sent is None:
-            return EncodedLane(message, target)
-        return EncodedLane(message._replace(memory=self.feedback.update_memory(target, message.sent, message.memory)))
+            return message
+        return message._replace(memory=self.feedback.update_memory(target, message.sent, message.memory))
 
     def _add_carried(
         self, target: Tensor, memory: dict[str, Tensor], state: LaneState, context: CommContext
@@ -150,19 +138,19 @@ class FusedTopKEncoder(Encoder):
 
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
-    ) -> EncodedLane:
+    ) -> Message:
         memory = {**state.tensors, **_kernel_outputs(self.feedback.written, state, storage)}
-        grads = views.vector(self.feedback.averaging is not None)
+        grads = views.vector(on_gpu=True)
 
         def encode_slice(start: int, stop: int) -> Message:
-            window, part = _window(context.units, start, stop), slice(start, stop)
+            window, part = context.units.window(start, stop), slice(start, stop)
             selected = self._select(grads[part], part, window.lengths, state, memory)
             nonfinite.append(selected.nonfinite)
             encoded = encode_selected(self.codec, selected.indices, selected.values, window, context.key, memory)
             self._subtract_sent_(memory, encoded, start)
             return Message.of(encoded, memory, context)
 
-        return EncodedLane(self.exchange.encode_slices(encode_slice, context))
+        return self.exchange.encode_slices(encode_slice, context)
 
     def _select(
         self, grad: Flat, part: slice, lengths: tuple[int, ...], state: LaneState, memory: dict[str, Tensor]
@@ -173,20 +161,19 @@ class FusedTopKEncoder(Encoder):
         sends, after = self.codec.is_identity_on_selected, _pair(memory, part)
         before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, part)
         budget = lengths, tuple(map(selector.capacity, lengths))
+        subtract = sends * (1 + self.feedback.masking)
         if averaging is not None:
             momentum, out = averaging.momentum(state.tensors, part), after[1] if averaging.keeps else None
-            subtract, residuals = sends * (1 + self.feedback.masks), (before[0], after[0])
+            residuals = before[0], after[0]
             return momentum_topk_(grad, residuals, momentum, out, subtract, rule.decay, *budget)
-        if sends:
-            return fused.send_topk_(grad, before, after, self.feedback.masks, rule, *budget)
-        return fused.carry_topk_(grad, before, after, rule, *budget)
+        return fused.carry_topk_(grad, before, after, rule, *budget, subtract)
 
     def _subtract_sent_(self, memory: dict[str, Tensor], encoded: Encoded, start: int) -> None:
-        """Take what was sent off the error, unless the kernel has done so."""
+        """Subtract what was sent from the error, unless the kernel has done so."""
         if not self.codec.is_identity_on_selected:
             indices, values = encoded.sent
             assert indices is not None
-            momentum = memory["momentum"][start:] if self.feedback.masks else None
+            momentum = memory["momentum"][start:] if self.feedback.masking else None
             fused.subtract_sent_(memory["residual"][start:], momentum, indices, values)
 
 
@@ -195,19 +182,19 @@ class FusedDenseEncoder(Encoder):
 
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
-    ) -> EncodedLane:
+    ) -> Message:
         memory = {**state.tensors, **_kernel_outputs(self.feedback.written, state, storage)}
         in_several = self.feedback.averaging is not None and self.codec.quantizer.momentum_kernel is not None
         grads = views.vector(in_several) if takes_scattered(self.codec.quantizer) else views.flat()
 
         def encode_slice(start: int, stop: int) -> Message:
-            window, part = _window(context.units, start, stop), slice(start, stop)
+            window, part = context.units.window(start, stop), slice(start, stop)
             data, flag = self._keep_error(grads[part], part, window.lengths, state, memory)
             nonfinite.append(flag)
             encoded = Encoded(self.codec, context.key, window, None, window.lengths, data, memory)
             return Message.of(encoded, memory, context)
 
-        return EncodedLane(self.exchange.encode_slices(encode_slice, context))
+        return self.exchange.encode_slices(encode_slice, context)
 
     def _keep_error(
         self, grad: Flat, part: slice, lengths: tuple[int, ...], state: LaneState, memory: dict[str, Tensor]
@@ -232,7 +219,7 @@ class FusedSumEncoder(Encoder):
 
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
-    ) -> EncodedLane:
+    ) -> Message:
         rule, everything = self.feedback.accumulation, slice(None)
         assert rule is not None
         memory = {**state.tensors, **_kernel_outputs(self.feedback.written, state, storage)}
@@ -242,8 +229,8 @@ class FusedSumEncoder(Encoder):
         sent, flag = fused.feedback_sum_(views.flat(), before, after, rule, limit)
         nonfinite.append(flag)
         if context.simulated:
-            return EncodedLane(Message(None, Decoded(None, sent), memory))
-        return EncodedLane(Message(Payload(as_bytes(sent)), None, memory))
+            return Message(None, Decoded(None, sent), memory)
+        return Message(Payload(as_bytes(sent)), None, memory)
 
 
 def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Sequence[Exchange] = ()) -> Encoder:
@@ -261,13 +248,10 @@ def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Se
     if (rule is not None or averages) and codec.selector is not None and codec.selector.exact_topk:
         return FusedTopKEncoder(feedback, codec, exchange)
     one_memory = rule is not None and tuple(feedback.memories) == ("residual",)
-    if codec.selector is None and codec.quantizer.feedback_kernel and (one_memory or averages):
+    fuses = codec.quantizer.fuses and codec.quantizer.feedback_kernel is not None
+    if codec.selector is None and fuses and (one_memory or averages):
         return FusedDenseEncoder(feedback, codec, exchange)
     return ComposedEncoder(feedback, codec, exchange)
-
-
-def _window(units: Segments, start: int, stop: int) -> Segments:
-    return units if (start, stop) == (0, units.total) else units.window(start, stop)
 
 
 def _kernel_outputs(names: Sequence[str], state: LaneState, storage: LaneMemory) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ from gradwire.engine.step import BucketResult
 from gradwire.engine.views import GradViews
 from gradwire.kernels.conditional import copy_if_, zero_if_
 
-MAX_CAPTURES = 4  # captures that did not last, after which a bucket runs eagerly for good
-REPLAYS_PER_CAPTURE = 100  # replays that make up for a capture
+MAX_CAPTURES = 4  # captures that became invalid, after which a bucket always runs eagerly
+REPLAYS_PER_CAPTURE = 100  # replays that save as much time as a capture takes
 
 
 @dataclass
@@ -38,10 +38,11 @@ class CapturedBucket:
 
 
 class CapturedCommit(NamedTuple):
-    """The commit of one set of captured buckets; None: it cannot be captured. Its updates are by name."""
+    """The commit of one set of captured buckets: captured or not yet, its updates by name, how often it was made."""
 
     captured: Captured[None] | None
     updates: dict[str, Tensor]
+    runs: int
 
 
 class StepCounter:
@@ -73,8 +74,9 @@ class BucketCaptures:
         encoders: What all captures are of, by identity.
         staging: A buffer of the bucket's own, where gradients come to moving addresses.
         allows_views: Whether gradients may become views of that buffer: the loop has kept none beyond its step.
-        taken_in: Those of the current step, if they are.
+        taken_in: The gradients of the current step, if they have become views of that buffer.
         memory_layout: Where the gradients of the last step lay.
+        stays: Whether those of the step before lay there, too.
         fixed: The gradients of the last step, if they stay there.
     """
 
@@ -88,7 +90,12 @@ class BucketCaptures:
     moves: int = 0
     tries: int = MAX_CAPTURES
     memory_layout: MemoryLayout = ()
+    stays: bool = False
     fixed: FixedGrads | None = None
+
+    def fixed_grads(self, grads: Grads) -> Grads:
+        """The gradients, known to be fixed if they lie where they lay at the step before."""
+        return FixedGrads(grads) if self.stays else grads
 
     def fill_staging(self, grads: Grads) -> None:
         """Have captured work find these gradients."""
@@ -104,7 +111,7 @@ class BucketCaptures:
 
 @dataclass(frozen=True)
 class GraphOutputs:
-    """Where that goes which outlives a captured bucket: not to memory that graphs share.
+    """Tensors for results that are read after a captured bucket, outside of the memory that graphs share.
 
     Attributes:
         storage: By lane: storage of new memories. It may be the state's own.
@@ -129,7 +136,7 @@ class GraphOutputs:
         corrupt: Sequence[Tensor],
         corrupt_bit: Tensor,
     ) -> RoundGenerator[BucketResult]:
-        """The same rounds with their result here. A corrupt message sets ``corrupt_bit``, for later rounds."""
+        """The same rounds, whose result is copied here. A corrupt message sets ``corrupt_bit``, for later rounds."""
         result = yield from rounds
         if corrupt:
             corrupt_bit.bitwise_or_(torch.cat([flag.flatten() for flag in corrupt]).any() * CORRUPT)

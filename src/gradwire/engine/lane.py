@@ -1,6 +1,6 @@
 """Lane: feedback, codec and exchange for one flat buffer. The whole framework is `Lane.run`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,8 +54,8 @@ class Lane:
         feedback: Of all steps after the first `gradient_steps`.
         step_table: Codec and exchange from a step on.
         gradient_steps: For so many steps gradients are sent without feedback.
-        refreshes_per_interval: Later steps that send gradients as the last of those do: so many, before the interval
-            between them doubles; 0: none.
+        refreshes_per_interval: Later, so many steps send gradients again before the interval between them doubles; 0:
+            none.
     """
 
     label: str
@@ -105,15 +105,6 @@ class Lane:
         """Whether a fused kernel serves at any step: then memories can be changed in place."""
         return any(not isinstance(encoder, ComposedEncoder) for _, encoder in self._encoders)
 
-    def with_fixed_length(self) -> "Lane":
-        """The same lane with messages of known length, if it can have them."""
-        return replace(
-            self,
-            step_table=tuple(
-                (start, codec.with_fixed_length(), exchange) for start, codec, exchange in self.step_table
-            ),
-        )
-
     def run(
         self,
         views: GradViews,
@@ -140,7 +131,7 @@ class Lane:
         # Steps that are composed leave the state as it is, also where fused ones may change it in place.
         in_place = storage is state.current and isinstance(encoder, ComposedEncoder)
         context = _with_storage(context, encoder, state, LaneMemory({}) if in_place else storage)
-        message, target = encoder.encode(views, state, storage, context, nonfinite)
+        message = encoder.encode(views, state, storage, context, nonfinite)
         if encoder.feedback.finalize is not None or not encoder.codec.decoder.is_sparse(context.units, context.world):
             views.free_copy()
         try:
@@ -150,8 +141,8 @@ class Lane:
             aggregate = Aggregate(torch.zeros(context.units.total, device=views.device), message.memory)
         mean, memory = aggregate.mean, aggregate.memory
         if aggregate.sent is not None:
-            assert target is not None
-            memory = encoder.feedback.update_memory(target, aggregate.sent, memory)
+            assert isinstance(message.content, Tensor)  # what should have been sent
+            memory = encoder.feedback.update_memory(message.content, aggregate.sent, memory)
         if kept is not None and aggregate.product is not None and isinstance(mean, Tensor):
             return LaneResult(aggregate.product, LaneMemory({**memory, kept: mean}))
         update, memory = _finalize(encoder.feedback, mean, memory, place)

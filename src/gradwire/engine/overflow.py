@@ -68,7 +68,7 @@ class SkippedSteps:
         self._host_count += 1
 
     def restart(self, count: int) -> None:
-        """The state was replaced by one that has skipped so many steps; what was counted so far did it no harm."""
+        """Start from a state that has skipped so many steps. Earlier errors do not concern it."""
         self._counts_at_restart = self._wait_for_counts()
         self._host_count = count - self._counts_at_restart[0]
         self._invalid, self.corrupt_error = None, ""

@@ -98,9 +98,21 @@ class Plan:
         """How many first steps send gradients without feedback."""
         return max((lane.gradient_steps for lane in self.lanes), default=0)
 
+    def part(self, names: Container[str]) -> "Plan":
+        """The lanes that hold any of these parameters."""
+        buckets = [
+            tuple(x for x in bucket if any(name in names for name in x.tensors.names)) for bucket in self.buckets
+        ]
+        return Plan(tuple(filter(None, buckets)), self.world)
+
     def with_fixed_length(self) -> "Plan":
         """The same plan with messages of known length wherever possible; the updates are the same."""
-        return Plan(tuple(tuple(lane.with_fixed_length() for lane in bucket) for bucket in self.buckets), self.world)
+
+        def fixed(lane: Lane) -> Lane:
+            table = [(start, chosen.with_fixed_length(), exchange) for start, chosen, exchange in lane.step_table]
+            return replace(lane, step_table=tuple(table))
+
+        return Plan(tuple(tuple(map(fixed, bucket)) for bucket in self.buckets), self.world)
 
 
 def default_rules(
@@ -177,7 +189,7 @@ def _refuse_idle(rule: Rule, shapes: Shapes) -> None:
     named = [name for name in shapes if fnmatchcase(name, rule.name)]
     if named:
         parameters = ", ".join(f"{name} {shapes[name]}" for name in named[:3])
-        raise ValueError(f"the rule [{rule.label}] fits none of the parameters that it names: {parameters}; loosen it")
+        raise ValueError(f"the rule [{rule.label}] fits none of the parameters with that name: {parameters}; loosen it")
     near = ", ".join(difflib.get_close_matches(rule.name.replace("*", ""), list(shapes), n=3, cutoff=0.0))
     raise ValueError(f"the rule [{rule.label}] names no trainable parameter; the nearest names are {near}")
 
@@ -196,7 +208,7 @@ def _bucket_groups(
     names = list(reversed(list(shapes)))
     apart = [name for name in names if chosen[name] not in modelwide]
     groups = _cut([name for name in apart if name not in reduced_last], shapes, bucket_bytes)
-    # Nothing else is computed while those travel, so fewer buckets are better: a small one takes a large one along.
+    # Nothing else is computed while those travel, so fewer buckets are better: a small one is sent with a large one.
     groups += _cut([name for name in apart if name in reduced_last], shapes, bucket_bytes, overfull=True)
     groups = groups or [[]]
     groups[-1] += [name for name in names if chosen[name] in modelwide]

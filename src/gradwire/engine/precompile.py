@@ -34,7 +34,7 @@ def precompile(plan: Plan, device: torch.device, first: bool = False) -> None:
     Args:
         plan: Which has the lanes.
         device: Where they compute.
-        first: Whether this is the first rank, which says that kernels are being compiled.
+        first: Whether this is the first rank, which logs that kernels are being compiled.
     """
     if not _compiles(device):
         return
@@ -70,7 +70,7 @@ def _take_steps(lane: Lane, kind: Kind, world: int) -> None:
 
 @contextmanager
 def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
-    """On the first rank, say once that Numba compiles kernels that it does not find on disk, and how long it took."""
+    """On the first rank, log once that Numba compiles kernels that are not on disk, and how long it took."""
     if not first or not _compiles(device):
         yield
         return

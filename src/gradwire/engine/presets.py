@@ -129,11 +129,8 @@ def dgc_adam(
     chain = codec(values) if ratio == 1.0 else TopK(ratio) | values
     masks = ratio < _MASKED if masking is None else masking
     made = _started(start, alone, first, chain, PreconditionedMomentum(beta, masks, floor, decay), Auto())
-    densities = _ramp(ratio, ramp) if ramp else {}
-    if not densities:
-        return made
-    denser = tuple((start + step, TopK(density) | values) for step, density in densities.items())
-    return replace(made, table=(*made.table[:-1], *denser, (start + ramp, chain)))
+    denser = _ramp(chain, ratio, ramp, start) if ramp else ()
+    return replace(made, table=(*made.table[:-1], *denser, (start + ramp, chain))) if denser else made
 
 
 def _started(start: int, alone: int, first: Start, chain: Codec, feedback: Feedback, exchange: Exchange) -> Method:
@@ -182,15 +179,14 @@ def ramped(spec: Method | Codec | Stage, steps: int) -> Method:
         raise ValueError(f"ramp({spec}) needs one codec whose selector has a ratio, such as topk(0.001)")
     if steps < 1:
         raise ValueError(f"ramp(..., steps={steps}) must take at least one step")
-    selector: Any = chain.selector
-    densities = _ramp(ratio, steps).items()
-    table = [(at, replace(chain, selector=replace(selector, ratio=density))) for at, density in densities]
-    return replace(made, table=(*table, (steps, chain)))
+    return replace(made, table=(*_ramp(chain, ratio, steps), (steps, chain)))
 
 
-def _ramp(ratio: float, steps: int) -> dict[int, float]:
-    """Densities by step, on the way to a ratio."""
+def _ramp(chain: Codec, ratio: float, steps: int, begin: int = 0) -> tuple[tuple[int, Codec], ...]:
+    """A codec by step, with higher ratios on the way to its own."""
     quarters = [0.25**i for i in range(1, 16)]
     # 0.4 % is followed by 0.1 %, not by 0.098 %: a density within a tenth of the goal is the goal.
     densities = [density for density in quarters if density > ratio * 1.1]
-    return {steps * i // len(densities): density for i, density in enumerate(densities)}
+    by_step = {begin + steps * i // len(densities): density for i, density in enumerate(densities)}
+    selector: Any = chain.selector
+    return tuple((step, replace(chain, selector=replace(selector, ratio=density))) for step, density in by_step.items())

@@ -112,6 +112,6 @@ class Staging:
 
 
 def detached(grad: Tensor | None) -> Tensor:
-    """A gradient that must be there, out of autograd's sight."""
+    """A gradient that must exist, detached from autograd."""
     assert grad is not None
     return grad.detach() if grad.requires_grad else grad

@@ -1,7 +1,7 @@
-"""State: what a lane remembers between steps.
+"""State: the memories of a lane between steps.
 
 A lane's memories have declared names and lengths (`StateSpec`). A step reads one generation of them and makes the next;
-the commit turns them over, so a step that is skipped has changed nothing. Without rollback there is one generation,
+the commit makes the next one current, so a skipped step changes nothing. Without rollback there is one generation,
 and fused kernels change it in place.
 """
 
@@ -26,7 +26,7 @@ class LaneMemory:
 
 @dataclass
 class LaneState:
-    """All that one lane remembers.
+    """All memories of one lane.
 
     Attributes:
         current: The memories of the last committed step.
@@ -45,12 +45,12 @@ class LaneState:
         return self.current.tensors
 
     def commit(self, new: LaneMemory, spare: LaneMemory | None = None) -> None:
-        """Turn the generations over; ``spare`` is storage for the next step."""
+        """Make the next generation current; ``spare`` is storage for the step after."""
         self.current, self.spare = new, spare
         self.carried_error = self.observed = None
 
     def keep_(self, new: LaneMemory, memory: str, parts: Iterable[slice]) -> None:
-        """Let some parts of a memory be as they are, and not as in the new generation."""
+        """Keep the old values of some parts of a memory in the new generation."""
         old, held = self.tensors[memory], new.tensors.get(memory)
         kept = new.tensors[memory] = torch.zeros_like(old) if held is None else held.clone()
         for part in parts:

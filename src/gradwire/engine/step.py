@@ -31,7 +31,7 @@ class BucketResult(NamedTuple):
         lanes: By lane.
         views: By lane: where the update was written.
         status: Of all ranks, uint8 on the device.
-        extra: What a caller that wraps the engine has to remember of the bucket.
+        extra: Data that a wrapper of the engine keeps for the bucket.
         captured: Whether the result belongs to a captured bucket, whose replays fill it again.
     """
 
@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def lanes(self) -> Iterator[tuple[Lane, LaneState]]:
-        """The lanes of this rank, and what they remember."""
+        """The lanes of this rank, with their states."""
         return zip(self.plan.lanes, self.states, strict=True)
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Engine:
         return dict(zip(grads, (flag > 0 for flag in anywhere.tolist()), strict=True))
 
     def _commit(self, results: Sequence[BucketResult], used: Mapping[str, bool] | None) -> None:
-        """Turn the state over, but keep the old where no rank had a gradient: that update goes nowhere."""
+        """Commit the new state, but keep the old one where no rank had a gradient: no update is applied there."""
         lane_results = [one for result in results for one in result.lanes]
         for lane, state, result in zip(self.plan.lanes, self.states, lane_results, strict=True):
             idle = [name for name in lane.tensors.names if used is not None and not used[name]]

@@ -92,9 +92,9 @@ class GradViews:
     def write_(self, update: Flat | Entries) -> None:
         """Write the update over the gradients, unless it lies there: of entries, their mean over those who sent."""
         if isinstance(update, Entries):
-            there = self.lying() if self.device.type == "cpu" else None
+            there = self.lying()
             there = self._encoded() if there is None else there
-            fused.scatter_mean_(there, *update, 0, update.ranks)
+            fused.scatter_mean_(there, *update, update.ranks)
             update = there
         if isinstance(update, Scattered) or same_memory(update, self.grads[0]):
             return

@@ -19,14 +19,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.arguments import check_argument
-from gradwire.core.registry import register
-from gradwire.feedback.feedback import Averaging, Feedback, check_preconditioner
+from gradwire.codecs import Memory
+from gradwire.core import check_argument, register
+from gradwire.feedback.feedback import Averaging, ResidualFeedback, check_preconditioner
 
 
 @register("common_momentum", kind="feedback")
-class CommonMomentum(Feedback):
+class CommonMomentum(ResidualFeedback):
     """Send the common momentum, moved by this rank's gradient.
 
     Attributes:
@@ -53,9 +52,6 @@ class CommonMomentum(Feedback):
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return self.averaging.of(grad, memory) + memory["residual"], memory
-
-    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return {**memory, "residual": sent.residual_of(target)}
 
     def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return self.finalize_into(mean, memory, torch.empty_like(mean))

@@ -15,14 +15,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.arguments import check_argument
-from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback
+from gradwire.codecs import Memory
+from gradwire.core import check_argument, register
+from gradwire.feedback.feedback import ResidualFeedback
 
 
 @register("decoupled_momentum", kind="feedback")
-class DecoupledMomentum(Feedback):
+class DecoupledMomentum(ResidualFeedback):
     """Send the fastest changes of momentum, and step by signs.
 
     Attributes:
@@ -38,9 +37,6 @@ class DecoupledMomentum(Feedback):
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad + self.momentum * memory["residual"], memory
-
-    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return {**memory, "residual": sent.residual_of(target)}
 
     def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return mean.sign(), memory

@@ -13,20 +13,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.registry import register
+from gradwire.codecs import Decoded, Memory
+from gradwire.core import register
 from gradwire.feedback.feedback import Feedback
 
 
-@register("ef21", kind="feedback")
-class EF21(Feedback):
-    """Compress differences; the group keeps the running mean."""
-
-    examples = ("ef21",)
-    memories: ClassVar[dict[str, str]] = {"estimate": "mean", "estimate_mean": "same"}
-
-    def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        return grad - memory["estimate"], memory
+class Estimates(Feedback):
+    """A rule whose ranks keep an estimate of what they target, and the mean of all estimates, which is the update."""
 
     def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         return {**memory, "estimate": sent.add_to(memory["estimate"])}
@@ -34,3 +27,14 @@ class EF21(Feedback):
     def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         update = memory["estimate_mean"] + mean
         return update, {**memory, "estimate_mean": update}
+
+
+@register("ef21", kind="feedback")
+class EF21(Estimates):
+    """Compress differences; the group keeps the running mean."""
+
+    examples = ("ef21",)
+    memories: ClassVar[dict[str, str]] = {"estimate": "mean", "estimate_mean": "same"}
+
+    def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return grad - memory["estimate"], memory

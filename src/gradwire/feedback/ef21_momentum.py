@@ -15,14 +15,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.arguments import check_argument
-from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback
+from gradwire.codecs import Memory
+from gradwire.core import check_argument, register
+from gradwire.feedback.ef21 import Estimates
 
 
 @register("ef21_momentum", kind="feedback")
-class EF21Momentum(Feedback):
+class EF21Momentum(Estimates):
     """Compress differences of momentum; the group keeps the running mean of them.
 
     Attributes:
@@ -39,10 +38,3 @@ class EF21Momentum(Feedback):
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         v = self.momentum * memory["momentum"] + (1.0 - self.momentum) * grad
         return v - memory["estimate"], {**memory, "momentum": v}
-
-    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return {**memory, "estimate": sent.add_to(memory["estimate"])}
-
-    def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        update = memory["estimate_mean"] + mean
-        return update, {**memory, "estimate_mean": update}

@@ -11,12 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from gradwire.codecs.decoding import Entries
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.arguments import check_argument
+from gradwire.codecs import Decoded, Entries, Memory
+from gradwire.core import Named, check_argument
 from gradwire.core.layout import Flat
 from gradwire.core.renamed import renamed_attributes
-from gradwire.core.spec import Named
 from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.momentum import Momentum
 
@@ -59,14 +57,6 @@ def check_preconditioner(feedback: Any) -> None:
     check_argument(feedback, "floor", 0.0 <= feedback.floor <= 1.0, "in [0, 1], a share of the mean")
 
 
-def masked(target: Tensor, sent: Decoded, memory: Memory, masking: bool) -> Memory:
-    """The memory with its new residual, and, if ``masking``, with no momentum where a selector chose."""
-    momentum = memory["momentum"]
-    if masking and sent.indices is not None:
-        momentum = momentum.index_fill(0, sent.indices, 0.0)
-    return {**memory, "momentum": momentum, "residual": sent.residual_of(target)}
-
-
 @renamed_attributes({"keeps_mean": "mean_memory"})
 class Feedback(Named):
     """A frozen rule about memories; the memories themselves are passed in and out."""
@@ -85,7 +75,7 @@ class Feedback(Named):
     mean_memory: ClassVar[str | None] = None  # the memory in which `finalize` keeps the mean as it is
     accumulation: Accumulation | None = None  # how a gradient enters the memories, if fused kernels know it
     averaging: Averaging | None = None  # what enters the memory "residual" instead of the gradient
-    masks: bool = False  # momentum is zeroed where an entry was sent
+    masking: bool = False  # momentum is zeroed where an entry was sent
     needs_denominator: ClassVar[bool] = False  # uses the memory "denominator", the root of an optimizer's variance
     divide: str = "before"  # or "after": whether momentum is over the denominator when it is compressed
     floor: float = 0.1  # the smallest denominator, as a share of a tensor's mean
@@ -122,3 +112,20 @@ class Feedback(Named):
         """What a local gradient of this norm is multiplied by first. N workers of norm clip/sqrt(N) add up to clip."""
         limit = math.inf if self.clip is None else self.clip / math.sqrt(world)
         return limit / norm if norm > limit else 1.0
+
+
+class ResidualFeedback(Feedback):
+    """A rule whose memory "residual" is what was not sent of the target."""
+
+    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
+        return {**memory, "residual": sent.residual_of(target)}
+
+
+class MaskingFeedback(Feedback):
+    """The same with a memory "momentum", of which, if ``masking``, nothing stays where a selector chose."""
+
+    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
+        momentum = memory["momentum"]
+        if self.masking and sent.indices is not None:
+            momentum = momentum.index_fill(0, sent.indices, 0.0)
+        return {**memory, "momentum": momentum, "residual": sent.residual_of(target)}

@@ -13,7 +13,7 @@ Differs:  whatever a quantizer rounded away stays in v; where nothing was select
           gradient; the optimizer behind must have no momentum of its own
 Spec:     momentum_correction(0.9)
 
-The whole method, with its selection and its warm-up, is the preset `dgc` in `engine/presets.py`. Masking is `masked` in
+The whole method, with its selection and its warm-up, is the preset `dgc` in `engine/presets.py`. Masking is in
 `feedback.py`, or part of the one pass of `kernels/fused.py`, where that serves.
 """
 
@@ -21,14 +21,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback, masked
+from gradwire.codecs import Memory
+from gradwire.core import register
+from gradwire.feedback.feedback import MaskingFeedback
 from gradwire.kernels.fused import Accumulation
 
 
 @register("momentum_correction", kind="feedback")
-class MomentumCorrection(Feedback):
+class MomentumCorrection(MaskingFeedback):
     """Accumulate velocity, not gradient, in the residual.
 
     Attributes:
@@ -59,10 +59,6 @@ class MomentumCorrection(Feedback):
     def accumulation(self) -> Accumulation:  # type: ignore[override]
         return Accumulation(self.momentum, self.nesterov)
 
-    @property
-    def masks(self) -> bool:  # type: ignore[override]
-        return self.masking
-
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         u, v = memory["momentum"], memory["residual"]
         if self.nesterov:
@@ -72,6 +68,3 @@ class MomentumCorrection(Feedback):
             u = self.momentum * u + grad
             target = v + u
         return target, {**memory, "momentum": u}
-
-    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return masked(target, sent, memory, self.masking)

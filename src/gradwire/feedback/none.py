@@ -10,8 +10,8 @@ Spec:     none
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.registry import register
+from gradwire.codecs import Decoded, Memory
+from gradwire.core import register
 from gradwire.feedback.feedback import Feedback
 
 

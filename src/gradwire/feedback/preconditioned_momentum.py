@@ -20,18 +20,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.decoding import Entries
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.arguments import check_argument
+from gradwire.codecs import Entries, Memory
+from gradwire.core import check_argument, register
 from gradwire.core.layout import Flat
-from gradwire.core.registry import register
-from gradwire.feedback.feedback import Averaging, Feedback, check_preconditioner, masked
+from gradwire.feedback.feedback import Averaging, MaskingFeedback, check_preconditioner
 from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.momentum import scatter_product_
 
 
 @register("preconditioned_momentum", kind="feedback")
-class PreconditionedMomentum(Feedback):
+class PreconditionedMomentum(MaskingFeedback):
     """Accumulate Adam's steps, not gradients, in the residual.
 
     Attributes:
@@ -62,16 +60,9 @@ class PreconditionedMomentum(Feedback):
     def averaging(self) -> Averaging:  # type: ignore[override]
         return Averaging(self.beta, True, True, Accumulation(decay=self.decay))
 
-    @property
-    def masks(self) -> bool:  # type: ignore[override]
-        return self.masking
-
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         u = self.averaging.of(grad, memory)
         return self.decay * memory["residual"] + u, {**memory, "momentum": u}
-
-    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return masked(target, sent, memory, self.masking)
 
     def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return mean * memory["denominator"], memory

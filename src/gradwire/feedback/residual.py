@@ -14,14 +14,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback
+from gradwire.codecs import Memory
+from gradwire.core import register
+from gradwire.feedback.feedback import ResidualFeedback
 from gradwire.kernels.fused import Accumulation
 
 
 @register("residual", kind="feedback")
-class Residual(Feedback):
+class Residual(ResidualFeedback):
     """Add the error to the next gradient, times ``decay``."""
 
     decay: float = 1.0
@@ -38,6 +38,3 @@ class Residual(Feedback):
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad + self.decay * memory["residual"], memory
-
-    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return {**memory, "residual": sent.residual_of(target)}

@@ -14,11 +14,11 @@ Spec:     choco(ring), choco(ring, gamma=auto)
 Where the formula comes from: a codec that sends each entry with probability a per step leaves x to follow an old r for
 a number of steps that is geometric, 1/a on average: L = 1/a. Then E x^2 along mu is multiplied by
 1 - 2 gamma mu / a + (gamma mu)^2 (2 - a) / a^2, and gamma = p a / (2 - a) is best for the slowest and the fastest mu.
-Data that differ between ranks push for ever against r: x stands still along that part of r, and the lag looks shorter
-than it is. So a selector's lag is never taken to be much less than its gain alone would make it. Where a share a of the
-entries is drawn at random, nothing is measured: the lag is 1/a if all ranks draw the same, and if each draws its own,
-`optimal_gamma` gives the step. Gradients that pull x back make the lag look shorter while rates are large, and a step
-derived from that diverges when rates fall. All else is measured on some thousand entries, evenly spread.
+Data that differ between ranks push against r in every step: x stands still along that part of r, and the lag looks
+shorter than it is. So a selector's lag is never taken to be much less than its gain alone would make it. Where a share
+a of the entries is drawn at random, nothing is measured: the lag is 1/a if all ranks draw the same, and if each draws
+its own, `optimal_gamma` gives the step. Gradients that pull x back make the lag look shorter while rates are large, and
+a step derived from that diverges when rates fall. All else is measured on some thousand entries, evenly spread.
 
 A rank measures in windows, each long enough for a number to get from every rank to every other. Its sums are pooled
 with those of others in the next window; the resulting step is agreed on in the window after, as the least that any rank

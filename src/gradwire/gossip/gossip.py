@@ -1,7 +1,7 @@
 """Gossip methods: how replicas that exchange messages with neighbors only stay close.
 
 A method is a frozen rule. It is called with a rank's parameters after the optimizer's step, yields requests, and
-returns new parameters; it never sees the network. Its memories are flat buffers, by name.
+returns new parameters; it does not use the network itself. Its memories are flat buffers, by name.
 """
 
 from abc import abstractmethod
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradwire.codecs import Codec, Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core import CommGenerator, Named, Payload, parse, registered
+from gradwire.core.decode_cache import memoized
 from gradwire.gossip.message import GossipContext, GossipMessage, Received, exchange_messages
 from gradwire.topology import Graph, Topology, graph
 
@@ -48,6 +49,8 @@ class GossipMethod(Named):
     compresses: ClassVar[bool] = False  # by itself, so that it takes no codec
     overlaps: ClassVar[bool] = True  # what it adds to x may as well be added one step later
     elastic: ClassVar[bool] = False  # continues when neighbors die
+    H = 1  # steps of a round
+    iterations = 1  # messages to each neighbor in a round
     all_reduces: ClassVar[bool] = False  # sums over all ranks instead of exchanging messages with neighbors
 
     def __post_init__(self) -> None:
@@ -75,6 +78,10 @@ class GossipMethod(Named):
 
         A memory that `state_specs` does not name belongs to no parameter; it is saved whole.
         """
+
+    def rounds(self, steps: int) -> int:
+        """How many rounds there are in so many steps."""
+        return steps // self.H
 
     def dense_bytes(self, elements: int, degree: int, world: int) -> float:
         """Bytes that a rank would send in a step, were they all float32."""
@@ -115,17 +122,14 @@ class OutgoingMessage(NamedTuple):
 def encode_message(target: Tensor, codec: Codec, context: GossipContext, to: int = -1) -> OutgoingMessage:
     """Encode a vector, and decode it as its receivers will: both ends then hold the same bits."""
     encoded = codec.encode(EncodeInput(target, target, {}, context.units), context.key)
-    decoded = densify(encoded.sent, target)
-    if context.decoded is not None:
-        context.decoded[context.rank, to] = decoded
+    decoded = memoized((), ("gossip", context.key, to), lambda: densify(encoded.sent, target))
     return OutgoingMessage(encoded.payload, decoded)
 
 
 def decode_message(message: GossipMessage, codec: Codec, context: GossipContext, sender: int, to: int = -1) -> Tensor:
     """Decode a neighbor's message, unless its sender did so in this process."""
-    if context.decoded is not None and (sender, to) in context.decoded:
-        return context.decoded[sender, to]
-    return codec.decode(message.body, context.units, context.key.of(sender))
+    key = context.key.of(sender)
+    return memoized((), ("gossip", key, to), lambda: codec.decode(message.body, context.units, key))
 
 
 def send_to_all(

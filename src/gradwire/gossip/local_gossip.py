@@ -21,7 +21,7 @@ from gradwire.gossip.message import GossipContext
 from gradwire.topology import Graph, Topology
 
 _OF_METHOD = ("compresses", "overlaps", "all_reduces", "iterations")
-_NONFINITE = "nonfinite"  # a memory: parameters have not been finite since the last round
+NONFINITE_MEMORY = "nonfinite"  # is there if parameters have not been finite since the last round
 
 
 @register("local_gossip", kind="gossip")
@@ -43,8 +43,7 @@ class LocalGossip(GossipMethod):
         object.__setattr__(self, "graph", self.method.graph)
         check_argument(self, "H", is_count(self.H), "a whole number of steps from 1")
         for name in _OF_METHOD:
-            if hasattr(self.method, name):
-                object.__setattr__(self, name, getattr(self.method, name))
+            object.__setattr__(self, name, getattr(self.method, name))
 
     def __str__(self) -> str:
         return f"{self.name}({self.method}, H={self.H})"
@@ -55,9 +54,9 @@ class LocalGossip(GossipMethod):
     def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
         if (context.key.step + 1) % self.H:
             if context.nonfinite:  # the round will report it to all ranks at once
-                memory = {**memory, _NONFINITE: torch.ones(1)}
+                memory = {**memory, NONFINITE_MEMORY: torch.ones(1)}
             return MixResult(x, memory)
-        nonfinite = context.nonfinite or _NONFINITE in memory
+        nonfinite = context.nonfinite or NONFINITE_MEMORY in memory
         return (yield from self.method.mix(x, memory, codec, self._round(context)._replace(nonfinite=nonfinite)))
 
     def _round(self, context: GossipContext) -> GossipContext:

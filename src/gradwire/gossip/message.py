@@ -10,11 +10,10 @@ All integers are little-endian. Bodies of unknown length travel after their head
 """
 
 import struct
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from gradwire.core import CommGenerator, CorruptMessageError, Key, Payload, Segments, SendRecv, byte_tensor
 from gradwire.topology import Topology
@@ -46,7 +45,6 @@ class GossipContext(NamedTuple):
         nonfinite: Whether this rank's parameters are not finite, so that its messages must not be used.
         live: With elastic training, the peers that take part in this step, and whether the edge is new to both ends;
             None where all peers always take part.
-        decoded: Messages that ranks of this process have decoded in this step, by (sender, receiver).
         device: Where messages lie.
     """
 
@@ -57,7 +55,6 @@ class GossipContext(NamedTuple):
     number: int = 0
     nonfinite: bool = False
     live: Mapping[int, bool] | None = None
-    decoded: MutableMapping[tuple[int, int], Tensor] | None = None
     device: torch.device = CPU
 
     @property
@@ -84,6 +81,11 @@ class GossipContext(NamedTuple):
 
 class Diverged(ArithmeticError):
     """Parameters of some rank are no longer finite."""
+
+
+def diverged(owner: str, step: int) -> Diverged:
+    """The error of a rank's parameters."""
+    return Diverged(f"the parameters of {owner} are no longer finite at step {step}; lower the learning rate, or gamma")
 
 
 def exchange_messages(
@@ -121,7 +123,7 @@ def exchange_messages(
         bodies = {peer: Payload(payload.data[head_bytes:]) for peer, payload in both.items()}
     messages = {peer: _read(received[peer], body, context, peer) for peer, body in bodies.items() if peer in received}
     if context.nonfinite:
-        raise Diverged(_diverged("this rank", context.key.step))
+        raise diverged("this rank", context.key.step)
     return {peer: message for peer, message in messages.items() if message is not None}
 
 
@@ -173,10 +175,6 @@ def _read(head: Payload, body: Payload, context: GossipContext, sender: int) -> 
     if flags & NONFINITE and context.elastic:
         return None  # continue without it
     if flags & NONFINITE:
-        raise Diverged(_diverged(f"rank {sender}", step))
+        raise diverged(f"rank {sender}", step)
     raw = bytes(head.data[HEADER.size :].tolist())
     return GossipMessage(body, struct.unpack(f"<{len(raw) // 4}f", raw))
-
-
-def _diverged(owner: str, step: int) -> str:
-    return f"the parameters of {owner} are no longer finite at step {step}; lower the learning rate, or gamma"

@@ -1,7 +1,7 @@
 """Node: one rank's side of the gossip: its memories, its step, and the number of its messages."""
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,14 +10,15 @@ from torch import Tensor
 from gradwire.codecs import Codec
 from gradwire.core import CommGenerator, Key, Segments
 from gradwire.gossip.gossip import GossipMethod
-from gradwire.gossip.message import GossipContext
+from gradwire.gossip.local_gossip import NONFINITE_MEMORY
+from gradwire.gossip.message import CPU, GossipContext, diverged
 from gradwire.gossip.optimal_gamma import modes
 from gradwire.topology import Topology
 
 
 @dataclass
 class Node:
-    """The mutable state of one rank. It yields requests and never moves a byte.
+    """The mutable state of one rank. It yields requests, and does not use the network.
 
     Attributes:
         method: How ranks mix their parameters.
@@ -41,6 +42,7 @@ class Node:
     overlap: bool = False
     elastic: bool = False
 
+    device: torch.device = field(init=False, default=CPU)  # of the parameters
     step: int = field(init=False, default=0)
     number: int = field(init=False, default=0)  # messages written
     gamma: float = field(init=False, default=1.0)
@@ -71,6 +73,7 @@ class Node:
 
     def begin(self, common: Tensor) -> None:
         """Start from the parameters that all ranks hold."""
+        self.device = common.device
         self.memory = self.method.initial_memory(common, self.codec, self.context())
 
     def context(self) -> GossipContext:
@@ -78,24 +81,29 @@ class Node:
         key, live = Key(self.seed, self.step, self.rank), dict[int, bool]() if self.elastic else None
         return GossipContext(key, self.topology, self.units, self.tensors, self.number, live=live)
 
-    def run(
-        self,
-        x: Tensor,
-        live: Mapping[int, bool] | None = None,
-        decoded: MutableMapping[tuple[int, int], Tensor] | None = None,
-    ) -> CommGenerator[Tensor]:
+    def run(self, x: Tensor, live: Mapping[int, bool] | None = None) -> CommGenerator[Tensor]:
         """One round: parameters in, parameters out."""
         nonfinite = not bool(torch.isfinite(x).all())
-        if nonfinite:
-            x = torch.zeros_like(x)  # receivers do not use this message
-        context = self.context()._replace(nonfinite=nonfinite, live=live, decoded=decoded, device=x.device)
-        result = yield from self.method.mix(x, self.memory, self.codec, context)
-        self.memory, self.gamma = dict(result.memory), result.gamma
-        self.moved = (result.x - x).norm()
+        sent = torch.zeros_like(x) if nonfinite else x  # receivers do not use a message of zeros
+        context = self.context()._replace(nonfinite=nonfinite, live=live, device=x.device)
+        result = yield from self.method.mix(sent, self.memory, self.codec, context)
+        self.memory = dict(result.memory)
         self.flows |= result.flows
+        if self.method.rounds(self.step + 1) > self.method.rounds(self.step):  # a local step says nothing of gamma
+            self.gamma, self.moved = result.gamma, (result.x - sent).norm()
         self.step += 1
-        self.number += getattr(self.method, "iterations", 1)
-        return result.x
+        self.number += self.method.iterations
+        return x if nonfinite else result.x  # a local step sends nothing, and must not hide what has become of x
+
+    @property
+    def diverged(self) -> bool:
+        """Whether parameters were not finite at a local step, which the next round tells the other ranks."""
+        return NONFINITE_MEMORY in self.memory
+
+    def check(self) -> None:
+        """Raise `Diverged` if parameters were not finite at a local step."""
+        if self.diverged:
+            raise diverged(f"rank {self.rank}", self.step)
 
     # -- overlap: what a round adds is added when the next step begins -------------------------------------------------
 
@@ -145,7 +153,7 @@ class Node:
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `save` returned, on this node's device.
+        """Take over what `save` returned, on the device of the parameters.
 
         Raises:
             ValueError: Some of it is missing, or of another model.
@@ -154,7 +162,6 @@ class Node:
         if not any(key.startswith("pending/") for key in state):
             del lengths["pending"]
         loaded: dict[str, Tensor] = {}
-        device = next((x.device for name, x in self.memory.items() if name in lengths), torch.device("cpu"))
         for memory, sizes in lengths.items():
             parts = []
             for name, n in zip(self.tensors.names, sizes, strict=True):
@@ -166,7 +173,7 @@ class Node:
                         "is it a checkpoint of another model?"
                     )
                 parts.append(part.flatten())
-            loaded[memory] = torch.cat(parts).to(device)
+            loaded[memory] = torch.cat(parts).to(self.device)
         for key, buffer in state.items():
             if key.startswith("gradwire/memory/"):
                 loaded[key.removeprefix("gradwire/memory/")] = buffer.clone()

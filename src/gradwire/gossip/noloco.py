@@ -15,7 +15,7 @@ Spec:     local_gossip(noloco(one_peer_exponential), H=50), noloco(ring, rate=0.
 from torch import Tensor
 
 from gradwire.codecs import Memory
-from gradwire.core import check_argument, register
+from gradwire.core import check_argument, is_number, register
 from gradwire.gossip.broadcast import NeighborMessages
 from gradwire.gossip.dpsgd import WholeModels
 from gradwire.gossip.gossip import MixResult
@@ -39,8 +39,8 @@ class NoLoCo(WholeModels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_argument(self, "rate", self.rate > 0.0, "a positive number")
-        check_argument(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
+        check_argument(self, "rate", is_number(self.rate) and self.rate > 0.0, "a positive number")
+        check_argument(self, "momentum", is_number(self.momentum) and 0.0 <= self.momentum < 1.0, "in [0, 1)")
 
     def update(self, x: Tensor, memory: Memory, messages: NeighborMessages, step: int) -> MixResult:
         del step

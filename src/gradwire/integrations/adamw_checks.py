@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.engine.lane import Lane
-from gradwire.engine.plan import Plan
+from gradwire.engine import Lane, Plan
 from gradwire.integrations.entry_point import EntryPoint
 from gradwire.optim import AdamW
 
@@ -21,10 +20,10 @@ def check_optimizer(
     """Refuse a plan that compresses momentum where no `gradwire.AdamW` with the same betas applies it.
 
     Args:
-        optimizer: That steps the parameters, if it is known.
+        optimizer: The one that steps the parameters, if it is known.
         parameters: By name.
         entry: What the user called.
-        plan: Of the specs.
+        plan: The plan of the specs.
         written: The specs as the user wrote them, by the label of their rule.
     """
     for lane in plan.lanes:
@@ -62,7 +61,8 @@ def _check_lane(optimizer: AdamW, parameters: Mapping[str, nn.Parameter], lane: 
         if float(found[0]) != beta:
             raise ValueError(
                 f"{spec} has beta={beta}, but AdamW has betas={found} for {name!r}; give both the same, and groups "
-                "with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*')"
+                "with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*'); a "
+                "scheduler must not change them, as OneCycleLR does without cycle_momentum=False"
             )
     if any(exchange.delays for _, _, exchange in lane.step_table):
         raise ValueError(

@@ -13,16 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.collectives import BroadcastOp, traffic
-from gradwire.engine.lane import Lane
-from gradwire.engine.plan import Plan
+from gradwire.engine import Engine, Lane, Plan
 from gradwire.engine.state import LaneState
-from gradwire.engine.step import Engine
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
-from gradwire.integrations.adamw_checks import spec_of
+from gradwire.integrations.adamw_checks import check_optimizer, spec_of
+from gradwire.integrations.grad_scaler import has_scaler
 from gradwire.integrations.wire import Wire
 from gradwire.optim import AdamW
 
 _DENOMINATOR = "denominator"
+_UNMEASURED = (
+    "and its variance is to be frozen; give the method a longer start, load the optimizer's state first, or freeze "
+    "what is never used by requires_grad_(False)"
+)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -30,31 +33,35 @@ class AdamWMoments:
     """Moves AdamW's moments into the memories of a wire when its gradient steps are over.
 
     Attributes:
-        wire: That compresses.
-        optimizer: That steps.
-        leader: Of rank 0, where all ranks live in one process.
+        wire: The wire that compresses.
+        optimizer: The optimizer that steps.
+        leader: The one of rank 0, if all ranks are in one process.
     """
 
     def __init__(self, wire: Wire, optimizer: AdamW) -> None:
         self.wire, self.optimizer = wire, optimizer
         self.leader: AdamWMoments | None = None
-        self._engine: Engine | None = None  # that was looked at before
-        self._apart = False  # whether ranks have stepped alone, and have not met since
-        self._steady = math.inf  # the step from which on nothing happens before a step
+        self._engine: Engine | None = None  # the engine at the last step
+        self._unscaled = False  # whether a GradScaler unscales gradients before the wire is called
+        self._apart = False  # whether ranks have stepped alone, and not synchronized since
+        self._betas = _first_betas(optimizer)  # that were checked
+        self._steady = math.inf  # after this step, nothing is left to do before a step
         self._denominators: tuple[list[Tensor], dict[nn.Parameter, Tensor]] = [], {}
         optimizer.frozen = self
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Freeze the variance where this step is the first that needs it, and hand momentum back where it is the last.
+        """Freeze the variance before the first step that needs it, and return the momentum after the last.
 
-        Ranks of one process meet before the last step that they take alone, since none knows when others have stepped.
+        Ranks of one process synchronize before the last step that they take alone: none knows when others have stepped.
         """
         inner = self.wire.engine.unwrapped
+        self._check_betas()
         if inner is self._engine and inner.step > self._steady:
             return
         if inner is not self._engine:
             self._steady = _last_change(inner.plan)
+            self._unscaled = self.wire.scaler is None and has_scaler(self.optimizer)
             _refuse_hosts(self.wire)
             if self._engine is not None:  # its spec was another one
                 self._store_all(self._engine)
@@ -71,6 +78,14 @@ class AdamWMoments:
                 self._store(lane, state)
         self._engine = inner
 
+    def _check_betas(self) -> None:
+        """Schedulers may change them, and the momentum that a wire compresses has one beta throughout."""
+        betas = _first_betas(self.optimizer)
+        if betas != self._betas:
+            setup, plan = self.wire.setup, self.wire.engine.full_plan
+            check_optimizer(self.optimizer, self.wire.parameters, setup.entry, plan, setup.written)
+            self._betas = betas
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Take over rank 0's weights and moments, where the steps that each rank took alone are over."""
@@ -84,7 +99,7 @@ class AdamWMoments:
                 self.wire.link.broadcast_(tensor)
 
     def denominators(self) -> dict[nn.Parameter, Tensor]:
-        """Of the parameters whose gradients are momentum since the last step."""
+        """The denominators of the parameters whose gradients are momentum since the last step."""
         frozen = _frozen(self.wire.engine.unwrapped)
         tensors = [state.tensors[_DENOMINATOR] for _, state in frozen]
         known = self._denominators[0]
@@ -110,14 +125,17 @@ class AdamWMoments:
             self._store(lane, state)
 
     def _store(self, lane: Lane, state: LaneState) -> None:
-        """Write the common momentum as AdamW, whose denominators have no floor, makes the same step of it.
+        """Write the common momentum, rescaled so that AdamW, whose denominators have no floor, takes the same step.
 
-        Momentum over the floor would be blown up where the variance is nearly zero: one bit has noise there, too.
+        Without that, momentum would become very large where the variance is nearly zero: one bit has noise there, too.
+        Where each rank has a momentum of its own, all begin anew with zeros: AdamW's is that of the freeze.
         """
-        if lane.feedback.memories["momentum"] == "same":
-            units = dict(self._views(lane, state, _DENOMINATOR)) if not _divides(lane) else {}
-            for p, momentum in self._views(lane, state, "momentum"):
-                self.optimizer.state[p]["exp_avg"].copy_(momentum / units.get(p, 1.0) * self.optimizer.denominator(p))
+        is_shared = lane.feedback.memories["momentum"] == "same"
+        units = dict(self._views(lane, state, _DENOMINATOR)) if not lane.feedback.divides else {}
+        for p, momentum in self._views(lane, state, "momentum"):
+            root = self.optimizer.denominator(p).mul_(self.optimizer.direction(p))
+            common = momentum / units.get(p, 1.0) * root if is_shared else torch.zeros_like(momentum)
+            self.optimizer.state[p]["exp_avg"].copy_(common)
 
     def _freeze(self, lane: Lane, state: LaneState) -> None:
         if self._apart:
@@ -127,19 +145,27 @@ class AdamWMoments:
             )
         state.spare = None  # after captured steps without feedback, both generations are the same tensors
         before = state.tensors[_DENOMINATOR].clone()
+        self._check_measured(lane)
         for name, place in lane.slices.items():
             p = self.wire.parameters[name]
-            if "exp_avg_sq" not in self.optimizer.state[p]:
-                raise RuntimeError(
-                    f"AdamW has not stepped {name!r} yet, and its variance is to be frozen; give the method a longer "
-                    "start, load the optimizer's state first, or freeze what is never used by requires_grad_(False)"
-                )
             denominator = self.optimizer.denominator(p, lane.feedback.floor).flatten()
-            momentum = self.optimizer.state[p]["exp_avg"].flatten().float()
+            momentum = self.optimizer.state[p]["exp_avg"].flatten().float() * self.optimizer.direction(p)
             state.tensors[_DENOMINATOR][place] = denominator
-            state.tensors["momentum"][place] = momentum / denominator if _divides(lane) else momentum
-        if lane.refreshes_per_interval and _divides(lane):
+            state.tensors["momentum"][place] = momentum / denominator if lane.feedback.divides else momentum
+        if lane.refreshes_per_interval and lane.feedback.divides:
             self._rescale(lane, state, before)
+
+    def _check_measured(self, lane: Lane) -> None:
+        """Refuse to freeze a variance that no gradient has reached: the first one would be divided by nearly zero."""
+        states = {name: self.optimizer.state[self.wire.parameters[name]] for name in lane.slices}
+        for name, state in states.items():
+            if "exp_avg_sq" not in state:
+                raise RuntimeError(f"AdamW has not stepped {name!r} yet, {_UNMEASURED}")
+        squares = {name: state["exp_avg_sq"] for name, state in states.items() if state["exp_avg_sq"].numel()}
+        measured = torch.stack([x.any() for x in squares.values()]).tolist() if squares else []
+        for name, is_measured in zip(squares, measured, strict=True):
+            if not is_measured:
+                raise RuntimeError(f"all gradients of {name!r} were zero so far, {_UNMEASURED}")
 
     def _rescale(self, lane: Lane, state: LaneState, before: Tensor) -> None:
         """Errors are over the denominators, as momentum is."""
@@ -150,7 +176,7 @@ class AdamWMoments:
             state.tensors[SERVER_ERROR].mul_(ratio[slice(*server_slice(n, inner.world, inner.rank))])
 
     def _tensors(self) -> list[Tensor]:
-        """Weights, and what the optimizer remembers of them."""
+        """Weights, and the optimizer's moments of them."""
         owned = [(p, self.optimizer.state[p]) for p in self.wire.parameters.values()]
         return [x for p, state in owned for x in (p.detach(), *(state[name] for name in _MOMENTS if name in state))]
 
@@ -180,6 +206,10 @@ class AdamWMoments:
         return [(p, state.tensors[memory][place].view(p.shape)) for p, place in owners]
 
 
+def _first_betas(optimizer: AdamW) -> list[float]:
+    return [float(group["betas"][0]) for group in optimizer.param_groups]
+
+
 def _last_change(plan: Plan) -> float:
     """The last step in which a lane begins to send something else than before."""
     if any(lane.refreshes_per_interval for lane in plan.lanes):
@@ -193,15 +223,29 @@ def _frozen(inner: Engine) -> list[tuple[Lane, LaneState]]:
     return [(lane, state) for lane, state in lanes if _needs(lane, inner.step - 1)]
 
 
-def check_same(optimizer: Optimizer, wire: Wire) -> None:
-    """Refuse another AdamW than the one that shares its moments with the wire."""
-    if any(lane.feedback.needs_denominator for lane in wire.engine.full_plan.lanes):
-        attached = getattr(optimizer, "frozen", None)
-        if not isinstance(attached, AdamWMoments) or attached.wire is not wire:
-            raise ValueError(
-                "another gradwire.AdamW steps than the one that the wire was given, and what the wire hands out is "
-                "momentum; step by that one"
-            )
+def check_same(optimizer: Optimizer, wire: Wire, plan: Plan) -> None:
+    """Refuse another AdamW than the one that shares its moments with the wire, of whose plan it steps a part.
+
+    Refuse that one, too, where a GradScaler unscales momentum that the wire has compressed.
+    """
+    if not any(lane.feedback.needs_denominator for lane in plan.lanes):
+        return
+    attached = getattr(optimizer, "frozen", None)
+    if not isinstance(attached, AdamWMoments) or _held(attached.wire) != _held(wire):
+        raise ValueError(
+            "the wire was given another gradwire.AdamW than the one that steps, and compresses its momentum; step "
+            "with the one that the wire was given"
+        )
+    if attached.wire is wire and wire.scaler is None and not attached._unscaled and has_scaler(optimizer):
+        raise ValueError(
+            "a GradScaler scales these gradients, and the wire, which compresses AdamW's momentum, does not know it; "
+            "pass it scaler=scaler, or, where replicas share a process, unscale their gradients before the call"
+        )
+
+
+def _held(wire: Wire) -> set[int]:
+    """Identities of the parameters, which are the same where workers of one process share a model."""
+    return {id(p) for p in wire.parameters.values()}
 
 
 def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> AdamWMoments | None:
@@ -209,9 +253,24 @@ def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> AdamWMoments | 
     if not isinstance(optimizer, AdamW):
         return None
     _refuse_hosts(wire)
+    _refuse_second_wire(wire, optimizer)
     made = AdamWMoments(wire, optimizer)
     wire.before_step = made.before_step
     return made
+
+
+def _refuse_second_wire(wire: Wire, optimizer: AdamW) -> None:
+    """Refuse to part an AdamW from the wire that compresses its momentum. One of the same parameters replaces it."""
+    first = optimizer.frozen
+    if not isinstance(first, AdamWMoments) or _held(first.wire) <= _held(wire):
+        return
+    lane = next((lane for lane in first.wire.engine.full_plan.lanes if lane.feedback.needs_denominator), None)
+    if lane is not None:
+        raise ValueError(
+            f"another wire compresses this AdamW's momentum of {lane.tensors.names[0]!r}, and one AdamW serves one "
+            "wire; leave optimizer= out of a wire that compresses gradients, and build a gradwire.AdamW of its own for "
+            "one that compresses momentum"
+        )
 
 
 def steps_alone(plan: Plan) -> int:
@@ -233,11 +292,6 @@ def _refuse_hosts(wire: Wire) -> None:
         )
     if wire.link.host_layout is not None:
         raise ValueError(f"{spec} does not work with across='hosts'; leave across out, or use 'int4'")
-
-
-def _divides(lane: Lane) -> bool:
-    """Whether the lane's momentum is over the denominators."""
-    return lane.feedback.divide == "before"
 
 
 def _needs(lane: Lane, step: int) -> bool:

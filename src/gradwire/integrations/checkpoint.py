@@ -27,7 +27,7 @@ def save(wire: Handle | DistributedOptimizer, folder: str | Path) -> Path:
     A rank whose state is not valid, since it has just received a corrupt message, raises an error. The others raise it
     in their next step, and `load` refuses a folder that lacks a rank's file or has one of another step.
     """
-    wire = _handle(wire)
+    wire = handle_of(wire)
     rank = wire.rank if isinstance(wire, ElasticGossip) else wire.link.rank
     path = Path(folder) / f"wire-{rank}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,8 +36,8 @@ def save(wire: Handle | DistributedOptimizer, folder: str | Path) -> Path:
 
 
 def load(wire: Handle | DistributedOptimizer, folder: str | Path) -> None:
-    """Read the states that `save` wrote: one's own where the world is the same, else all of them."""
-    wire = _handle(wire)
+    """Read the states that `save` wrote: this rank's own if the number of ranks is the same, else all of them."""
+    wire = handle_of(wire)
     own = wire.rank if isinstance(wire, ElasticGossip) else wire.link.rank
     if isinstance(wire, ElasticGossip) or (isinstance(wire, LocalSync) and wire.group is not None):
         wire.load_state_dict(_read(folder, own))  # peers may be away, and rank 0 may have saved nothing
@@ -79,7 +79,8 @@ def agreed_state(wire: Wire | LocalSync) -> dict[str, Tensor]:
     return state
 
 
-def _handle(wire: Handle | DistributedOptimizer) -> Handle:
+def handle_of(wire: Handle | DistributedOptimizer) -> Handle:
+    """The handle itself, also of a wrapped optimizer."""
     if isinstance(wire, DistributedOptimizer):
         return wire.wire
     if not isinstance(wire, Handle):

@@ -35,7 +35,7 @@ def write(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a whole file its name: after a power cut, the folder has the old file or the new one."""
+    """Rename a complete file to its name: after a power cut, the folder has the old file or the new one."""
     sync(partial)
     partial.replace(path)
     sync(path.parent)
@@ -56,7 +56,7 @@ def read(path: Path) -> dict[str, Tensor]:
     """What `write` wrote.
 
     Raises:
-        Unreadable: It is not there any more.
+        Unreadable: It is missing or damaged.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -70,7 +70,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def checksum(state: Mapping[str, Tensor]) -> str:
-    """Of names, formats, shapes and bytes."""
+    """The checksum of names, formats, shapes and bytes."""
     crc = 0
     for name, x in sorted(state.items()):
         x = x.detach().cpu().contiguous()

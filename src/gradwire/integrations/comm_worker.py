@@ -94,7 +94,7 @@ class CommWorker:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Until the end, work goes to the stream, after all that the current one has got so far.
+        """A context in which work goes to the stream, after all work that the current one has so far.
 
         `torch.cuda.stream` looks up the number of the device each time, and takes 30 us for it.
         """
@@ -104,7 +104,7 @@ class CommWorker:
         ready.record(before[0])
         self._stream.wait_event(ready)
         if index != (current := torch.cuda.current_device()):
-            before.append(torch.cuda.current_stream(current))  # which brings its device back, too
+            before.append(torch.cuda.current_stream(current))  # setting it restores its device, too
         torch.cuda.set_stream(self._stream)
         try:
             yield

@@ -24,8 +24,8 @@ from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks, find_backend
 from gradwire.integrations.ddp import find_ddp, find_replicated, make_wire, refuse_replicated
 from gradwire.integrations.entry_point import COMPRESS, EntryPoint
-from gradwire.integrations.model import is_plain, is_whole, refuse_later, refuse_sparse, refuse_wrapped, trainable
-from gradwire.integrations.optimizer import check_at_first_step
+from gradwire.integrations.model import is_sharded, is_whole, refuse_later, refuse_sparse, refuse_wrapped, trainable
+from gradwire.integrations.optimizer import own_gradients
 from gradwire.integrations.ownership import refuse_averaged, refuse_local
 from gradwire.integrations.setup import Options, Setup, check_options
 from gradwire.integrations.wire import Wire
@@ -58,15 +58,16 @@ def compress(
     A `DistributedDataParallel` model gets a communication hook and needs no further call. Any other model gets the
     parameters and buffers of rank 0, and its loop calls the returned wire between ``backward()`` and ``step()``.
 
-    Momentum correction, as in ``dgc``, applies momentum before compression. The optimizer behind must not apply it
-    again: use `gradwire.SGD`, or one without momentum. Any other is refused when it first steps.
+    Momentum correction, as in ``dgc``, applies momentum before compression. The optimizer must not apply it again: use
+    `gradwire.SGD`, or one without momentum. Any other is refused when it first steps.
 
     Args:
         model: The model, wrapped in DDP or not.
         spec: A codec such as ``"topk(0.01) | sign"``, a preset such as ``"dgc(0.001)"``, or a table of codecs by step.
-            ``"auto"`` measures the first steps, takes what is faster than dense training, if anything is, and goes back
-            when it was wrong.
-        optimizer: That steps the model. Methods such as ``"onebit_adam"`` need it, and it must be a `gradwire.AdamW`.
+            ``"auto"`` measures the first steps, takes a spec that is faster than dense training, if there is one, and
+            returns to dense if it is not.
+        optimizer: The optimizer that steps the model. Methods such as ``"onebit_adam"`` need it, and it must be a
+            `gradwire.AdamW`.
         feedback: ``"none"``, ``"residual"``, ...; by default what the spec needs.
         exchange: ``"allgather"``, ``"two_way"``, ...; by default the one that fits and sends least.
         granularity: What the codec sees as one vector: each ``"layer"``, a ``"bucket"``, or the whole ``"model"``.
@@ -74,16 +75,16 @@ def compress(
         bundle: The codec of 1-D tensors (biases, norms), which travel together; None treats them like the others.
         scaler: The loop's GradScaler, if it has one.
         process_group: The group to train over; by default the whole world, or DDP's.
-        seed: Of all random bits; equal on all ranks.
+        seed: The seed of all random bits; equal on all ranks.
         bucket_mb: Megabytes of gradients that travel together under DDP.
-        rollback: Keep the memories of before a step until all ranks have agreed on it, so that a gradient that is not
-            finite skips the step. False changes them in place, where a fused kernel serves: half the memory, the same
-            bits, but such a gradient is an error then, unless there is a ``scaler``.
+        rollback: Keep the memories from before a step until all ranks have committed it, so that a gradient that is not
+            finite skips the step. False lets fused kernels change them in place: half the memory, the same bits, but
+            such a gradient is an error then, unless there is a ``scaler``.
         across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
-            or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
-            Of a model under ``fully_shard``: the dimension of the mesh between replicas, ``mesh["replicate"]``.
-        link: Who moves the bytes, if not torch.distributed. With ``"auto"``, what the link between hosts can do, as in
-            ``"100mbit,5ms"``; measured in the first steps if not given.
+            or srun sets, and averages densely inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
+            For a model under ``fully_shard``: the dimension of the mesh between replicas, ``mesh["replicate"]``.
+        link: A backend that carries messages instead of torch.distributed. With ``"auto"``: the rate and delay of the
+            link between hosts, as in ``"100mbit,5ms"``; by default they are measured in the first steps.
 
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
@@ -103,7 +104,7 @@ def compress_from(
     link: Backend | str | None = None,
     **others: Any,
 ) -> Wire:
-    """`compress`, for users who called something else, whose remedies errors are to name.
+    """`compress`, for users who called something else; errors name the remedies of that call.
 
     Args:
         entry: What the user called.
@@ -151,7 +152,7 @@ def compress_from(
     attach_optimizer(wire, optimizer)
     if replicas is not None:
         replicas.attach(wire, inner)
-    check_at_first_step(wire)
+    own_gradients(wire)
     return wire
 
 
@@ -165,7 +166,7 @@ def connect_model(
     model: nn.Module, link: Backend | str | None, group: dist.ProcessGroup | None, across: Across | DeviceMesh | None
 ) -> "tuple[Replicas | None, Backend]":
     """The replicas of a model, if it is sharded, and what carries messages. All ranks must ask for it."""
-    if isinstance(model, nn.Module) and not all(map(is_plain, model.parameters())):
+    if isinstance(model, nn.Module) and is_sharded(model):
         from gradwire.integrations.sharded.replicas import find_replicas  # which imports FSDP, and that takes long
 
         replicas = find_replicas(model, across)

@@ -1,7 +1,7 @@
 """Consistency: before anything is sent, all ranks must have the same configuration.
 
-Every rank sends what it attached: package and wire-format version, spec, model. What is wrong on one rank, be it only a
-typing error in a spec, is raised on all of them. Which ranks share a host is found before that.
+Every rank sends what it attached: package and wire-format version, spec, model. An error on one rank, even a typing
+error in a spec, is raised on all of them. Which ranks share a host is found before that.
 """
 
 import hashlib
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from gradwire.comm.backend import Backend
+from gradwire.comm import Backend, connect
 from gradwire.comm.host_backend import HostBackend, subdivide
 from gradwire.comm.host_layout import Across, HostLayout, given_hosts, launcher_place
-from gradwire.comm.torch_backend import connect
 from gradwire.version import VERSION, WIRE_FORMAT
 
 _REMEDY = {
@@ -26,6 +25,7 @@ _REMEDY = {
     "spec": "attach with the same spec, rules and options everywhere",
     "model": "build the same model, with the same parameters trainable, everywhere",
     "step": "load states of the same step everywhere",
+    "seed": "load states of the same seed everywhere",
 }
 
 
@@ -54,7 +54,7 @@ def gather_notes(
         model: What the note's fingerprint of the model stands for. It is sent where models differ.
     """
     error = mine.get("error")
-    nothing = {"spec": "", "model": "", "step": 0, "error": None, "call": ""}
+    nothing = {"spec": "", "model": "", "step": 0, "seed": 0, "error": None, "call": ""}
     mine = {"version": VERSION, "format": WIRE_FORMAT, **nothing, **mine}
     if link.barrier is not None:
         link.barrier.enter(f"what fails there ({error})" if error else mine["call"] or "gradwire")
@@ -75,6 +75,11 @@ def gather_notes(
     return notes
 
 
+def devices_differ(link: Backend, device: torch.device) -> bool:
+    """Whether ranks have devices of different types, such as CPUs and GPUs."""
+    return len({note["device"] for note in gather_notes(link, {"device": device.type})}) > 1
+
+
 def _tensors(model: Mapping[str, str]) -> str:
     return "; ".join(f"{name} {what}" for name, what in model.items())
 
@@ -90,7 +95,7 @@ def _differences(one: str, other: str) -> tuple[str, str]:
 
 @contextmanager
 def errors_on_all_ranks(link: Backend) -> Iterator[None]:
-    """An error in here is raised on all ranks, on the others at their next agreement."""
+    """A context whose errors are raised on all ranks; the others raise them at their next agreement."""
     try:
         yield
     except (ValueError, TypeError, OSError) as wrong:
@@ -108,7 +113,7 @@ def find_backend(
     """What carries messages: ``link``, or a process group. With ``across`` it knows hosts; all ranks must ask for that.
 
     Raises:
-        ValueError: Ranks ask for different things, or the hosts are not known, or not alike.
+        ValueError: Ranks request different things, or the hosts are unknown or differ.
     """
     backend = link if isinstance(link, Backend) else connect(group)
     if across is None or isinstance(backend, HostBackend):

@@ -1,8 +1,9 @@
 """Checkpoints of torch.distributed.checkpoint: the state of a wire beside that of its model, also for another mesh.
 
 Errors differ between replicas, so ``residual/fc.weight/0`` is what the memory ``residual`` of the first replica holds
-for the parameter ``fc.weight``. It is laid out as the parameter is, so any number of shards can read it. What belongs
-to a shard alone, such as a basis of PowerSGD, has the number of the shard, too, and another mesh starts without it.
+for the parameter ``fc.weight``. It is laid out as the parameter is, so any number of shards can read it. A memory of
+one shard only, such as a basis of PowerSGD, also has the number of the shard in its name, and another mesh starts
+without it.
 """
 
 import os
@@ -16,18 +17,20 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.storage import StorageReader
 
 from gradwire.engine.hosts import HostEngine
-from gradwire.integrations.checkpoint import agreed_state
+from gradwire.integrations.checkpoint import agreed_state, handle_of
 from gradwire.integrations.model import distributed_as, local_part
+from gradwire.integrations.optimizer import DistributedOptimizer
 from gradwire.integrations.wire import Wire
 
 _FACTS = ("format", "seed", "skipped", "step", "world", "spec")  # which all ranks share
 
 
-def state_dict(wire: Wire) -> dict[str, Any]:
+def state_dict(wire: Wire | DistributedOptimizer) -> dict[str, Any]:
     """The state as ``torch.distributed.checkpoint.save`` and ``async_save`` take it, in a dictionary of their own.
 
     All ranks must call it.
     """
+    wire = _wire_of(wire)
     place, saved = ShardPlace(wire), agreed_state(wire)
     facts = {f"gradwire/{name}": saved[f"gradwire/{name}"] for name in _FACTS}
     facts["gradwire/shards"] = torch.tensor(place.shards)
@@ -35,16 +38,20 @@ def state_dict(wire: Wire) -> dict[str, Any]:
     return facts | {place.key(key, place.replica): place.lay_out(key, x) for key, x in memories.items()}
 
 
-def load(wire: Wire, checkpoint: str | os.PathLike[str] | StorageReader, key: str = "wire") -> None:
+def load(
+    wire: Wire | DistributedOptimizer, checkpoint: str | os.PathLike[str] | StorageReader, key: str = "wire"
+) -> None:
     """Take over a state that any number of replicas and shards have saved. All ranks must call it.
 
-    What replicas still owed is shared out to those of now, so that their mean, which is still to be applied, stays.
+    Errors of the saved replicas are divided among the current ones, so that their mean, which is still to be applied,
+    stays the same.
 
     Args:
-        wire: With the spec under which the state was saved.
-        checkpoint: The folder, or what reads it.
-        key: Under which the state was saved, as in ``save({"wire": state_dict(wire), "model": ...})``.
+        wire: One with the spec under which the state was saved.
+        checkpoint: The folder, or a storage reader of torch.distributed.checkpoint.
+        key: The key under which the state was saved, as in ``save({"wire": state_dict(wire), "model": ...})``.
     """
+    wire = _wire_of(wire)
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     facts = {
@@ -65,6 +72,16 @@ def load(wire: Wire, checkpoint: str | os.PathLike[str] | StorageReader, key: st
     found = {place.key(*name): x for name, x in targets.items() if f"{key}.{place.key(*name)}" in stored}
     load_into({key: found}, storage_reader=reader)
     wire.load_state_dict([{**facts, **place.state(replica, found)} for replica in chosen])
+
+
+def _wire_of(given: Wire | DistributedOptimizer) -> Wire:
+    handle = handle_of(given)
+    if not isinstance(handle, Wire):
+        raise TypeError(
+            f"the state of {type(handle).__name__} is not kept by torch.distributed.checkpoint; write and read it with "
+            "gradwire.save and gradwire.load"
+        )
+    return handle
 
 
 class ShardPlace:

@@ -1,9 +1,9 @@
 """DDP: a communication hook that takes gradients as backward delivers them.
 
-DDP's buckets only deliver: the plan decides what is compressed together, so it does not matter that DDP rebuilds its
-buckets after the first step, and the hook computes what the plain loop computes. A bucket of the plan leaves as soon as
-its last gradient has arrived, and travels while backward goes on. All futures complete together, at the end, because
-only then is it known that no rank had a bad gradient; DDP waits for all of them there anyway.
+DDP's buckets only bring gradients: the plan decides what is compressed together. So it does not matter that DDP
+rebuilds its buckets after the first step, and the hook computes what the plain loop computes. A bucket of the plan is
+sent as soon as its last gradient has arrived, while backward continues. All futures complete together, at the end,
+because only then is it known that no rank had a bad gradient; DDP waits for all of them there anyway.
 
 Where gradients stay on a GPU (NCCL), the host waits for nothing but the step before: every rank has all its gradients,
 or DDP would have raised an error, so captured steps leave their status on the device.
@@ -11,6 +11,7 @@ or DDP would have raised an error, so captured steps leave their status on the d
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -28,9 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.comm.rates import LinkSpec
 from gradwire.core.layout import same_memory, without_gaps
 from gradwire.engine import BucketResult, Grads, Plan, Spec, StepResult
+from gradwire.engine.cuda_graphs import StepExecutor
 from gradwire.engine.gradients import FixedGrads
 from gradwire.integrations.auto import AUTO, find_tuner
 from gradwire.integrations.comm_worker import AnyFuture, T
+from gradwire.integrations.model import refuse_join
 from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
 
@@ -78,10 +81,10 @@ class BackwardPass:
     """The gradients of one backward pass, as far as they have arrived.
 
     Attributes:
-        early: Whether buckets leave as soon as they are complete. Some things need the whole gradient first: its norm,
-            an overflow, the mean of the step before.
+        early: Whether buckets are sent as soon as they are complete. Some things need the whole gradient first: its
+            norm, an overflow, the mean of the step before.
         missing: How many gradients each bucket still awaits.
-        results: Of buckets that have left.
+        results: Results of the buckets that were sent.
     """
 
     def __init__(self, wire: Wire, early: bool = True) -> None:
@@ -92,9 +95,15 @@ class BackwardPass:
 
     @property
     def is_next_complete(self) -> bool:
-        """Whether the next bucket may leave. Buckets leave in order, which is the same on all ranks."""
+        """Whether the next bucket can be sent. Buckets are sent in order, which is the same on all ranks."""
         sent = len(self.results)
         return self.early and sent < len(self.missing) and not self.missing[sent]
+
+    def commit(self, executor: StepExecutor, grads: Grads, complete: bool) -> StepResult:
+        """Run the buckets that were not sent yet, and end the step."""
+        results = [pending.result() for pending in self.results]
+        results += [executor.run_bucket(i, grads) for i in range(len(results), len(self.missing))]
+        return executor.finish(results, grads, complete)
 
 
 class DDPPass(BackwardPass):
@@ -124,7 +133,7 @@ class DDPHookState:
     def __init__(self, wire: Wire, ddp: DistributedDataParallel) -> None:
         self.wire = wire
         self.dense_dtype: torch.dtype | None = None
-        self._group = ddp.process_group
+        self._ddp, self._group = weakref.ref(ddp), ddp.process_group  # garbage collection does not see DDP's hook
         self._names = {id(p): name for name, p in wire.parameters.items()}
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._touched: set[str] = set()
@@ -138,6 +147,7 @@ class DDPHookState:
 
     def receive(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Take one bucket; its future completes when the whole step is committed. DDP calls this in every pass."""
+        refuse_join(self._ddp())
         if self.dense_dtype is not None:
             return _sum(self._group, bucket, self.dense_dtype)
         each_waits = self.wire.device.type == "cuda" and not self._waits_once
@@ -155,7 +165,7 @@ class DDPHookState:
         return future
 
     def _begin(self) -> DDPPass:
-        """The first bucket of a step is here."""
+        """Begin a step: its first bucket has arrived."""
         self.wire.before_step()
         plan = self.wire.executor.engine.full_plan
         if plan is not self._plan:
@@ -181,7 +191,7 @@ class DDPHookState:
         return known
 
     def _start(self, now: DDPPass, work: Callable[[], T]) -> AnyFuture[T]:
-        """Do some work while backward goes on, in order."""
+        """Do some work while backward continues, in order."""
         return self.wire.worker.submit(work) if now.threaded else self.wire.worker.enqueue(work)
 
     def _grads(self) -> Grads:
@@ -195,7 +205,7 @@ class DDPHookState:
         self._pass = None
         self._touched.clear()
         if now.early:
-            work = partial(self._commit, now.results, grads, now.complete)
+            work = partial(now.commit, self.wire.executor, grads, now.complete)
         else:
             # DDP drops the update of a parameter that no rank used in this step, so wait until that is known.
             work = partial(self.wire.sync, grads, wait=self._may_lack)
@@ -222,9 +232,6 @@ class DDPHookState:
             completed.exception()
             self.wire.worker.join()
         after_backward(completed.result)
-
-    def _commit(self, results: list[AnyFuture[BucketResult]], grads: Grads, complete: bool) -> StepResult:
-        return self.wire.executor.finish([result.result() for result in results], grads, complete)
 
     def _complete(self, now: DDPPass, views: FixedGrads, work: Callable[[], StepResult]) -> None:
         try:
@@ -262,7 +269,7 @@ def after_backward(work: Callable[[], None]) -> None:
 
 
 def attach(wire: Wire, ddp: DistributedDataParallel) -> DDPHookState:
-    """Hand DDP's gradients to a wire from now on."""
+    """From now on, have a wire average DDP's gradients."""
     state = DDPHookState(wire, ddp)
     try:
         ddp.register_comm_hook(state, DDPHookState.receive)

@@ -1,4 +1,4 @@
-"""Entry points: the calls by which users come in, so that errors name the remedies of that call."""
+"""Entry points: the functions that users call, so that errors name the remedies of that function."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ class EntryPoint:
 
     Attributes:
         name: What the user calls.
-        arguments: That it takes before the spec.
+        arguments: Those before the spec.
         local_steps: What to call for local steps instead; ``{spec}`` stands for the spec.
         adamw: How it gets a `gradwire.AdamW`.
     """

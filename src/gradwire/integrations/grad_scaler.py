@@ -3,12 +3,14 @@
 Without a scaler, overflow is reported by the status of a step (`engine/status.py`), which `Engine.finish` reads.
 """
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
 
 from gradwire.comm.backend import Backend
 from gradwire.core import Max, Scope
@@ -16,22 +18,32 @@ from gradwire.engine import Grads, StepResult
 from gradwire.integrations.model import local_part
 
 
-def scale_of(scaler: torch.amp.GradScaler | None) -> float:
-    """What gradients are multiplied by now. The state of a wire is in units of the unscaled gradient."""
+def scale_of(scaler: GradScaler | None) -> float:
+    """The factor of the current gradients. The state of a wire is in units of the unscaled gradient."""
     return 1.0 if scaler is None or _unscaled(scaler) else float(scaler.get_scale())
 
 
-def back_off(scaler: torch.amp.GradScaler) -> None:
-    """Have the optimizers skip whose gradients were unscaled: their scaler has looked for infinity already."""
+def back_off(scaler: GradScaler) -> None:
+    """Have the scaler skip the step of optimizers whose gradients it has unscaled, and checked, already."""
     for state in _unscaled(scaler):
         for found_inf in state["found_inf_per_device"].values():
             found_inf.fill_(1.0)
 
 
-def _unscaled(scaler: torch.amp.GradScaler) -> list[dict[str, Any]]:
+def _unscaled(scaler: GradScaler) -> list[dict[str, Any]]:
     """The states of optimizers for which ``scaler.unscale_`` was called, and ``scaler.step`` was not."""
     states = scaler._per_optimizer_states if scaler.is_enabled() else {}
     return [state for state in states.values() if state["stage"] is OptState.UNSCALED]
+
+
+def has_scaler(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler has unscaled an optimizer's gradients of this step, or is having it step.
+
+    An optimizer does not refer to its scaler, but every object refers to its class.
+    """
+    kinds = GradScaler, *GradScaler.__subclasses__()
+    scalers = [x for x in gc.get_referrers(*kinds) if isinstance(x, GradScaler) and x.is_enabled()]
+    return any(id(optimizer) in scaler._per_optimizer_states for scaler in scalers)
 
 
 def overflows(grads: Grads, backend: Backend, device: torch.device) -> bool:

@@ -1,8 +1,8 @@
 """Lightning: a callback that compresses the gradients of what a Trainer fits.
 
-Lightning registers no communication hook on a CPU. So the callback hands the model that the
-strategy has wrapped in DistributedDataParallel to `gradwire.compress`. On a single device there is no such model, and
-the wire is called where Lightning is about to step.
+Lightning registers no communication hook on a CPU. So the callback passes the model that the strategy has wrapped in
+DistributedDataParallel to `gradwire.compress`. On a single device there is no such model, and the wire is called where
+Lightning is about to step.
 """
 
 import warnings
@@ -15,19 +15,28 @@ from gradwire.integrations.compress import compress_from
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.entry_point import LIGHTNING
 from gradwire.integrations.local.handle import LocalSync
-from gradwire.integrations.local.trainers import local_prepared, warn_inside_round, warn_of_last_steps
-from gradwire.integrations.model import is_plain
+from gradwire.integrations.local.trainers import (
+    local_prepared,
+    stop_averaging,
+    warn_inside_round,
+    warn_of_last_steps,
+)
+from gradwire.integrations.model import is_sharded, optimizers_of
 from gradwire.integrations.optimizer import check_wire
-from gradwire.integrations.trainer_warnings import warn_long_start
+from gradwire.integrations.ownership import release
+from gradwire.integrations.trainer_warnings import FEWEST, warn_long_start
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
     Callback = object
+    GradientAccumulationScheduler = object
 else:
     try:
         from lightning.pytorch import Callback
+        from lightning.pytorch.callbacks import GradientAccumulationScheduler
     except ImportError:
         from pytorch_lightning import Callback
+        from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
 KEY = "gradwire"  # of the states in a checkpoint
 
@@ -43,7 +52,7 @@ class LightningCompression(Callback):
     """
 
     def __init__(self, spec: Spec, **options: Any) -> None:
-        """The options are those of `gradwire.compress`, but for the scaler, which is Lightning's own."""
+        """The options are those of `gradwire.compress`, except the scaler, which is Lightning's own."""
         self.spec, self.options = spec, options
         self.wire: Wire | None = None
         self._called = False  # by us, not by DDP or by hooks of a sharded model
@@ -51,12 +60,13 @@ class LightningCompression(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         model = trainer.strategy.model
-        self._called = find_ddp(model) is None and all(map(is_plain, model.parameters()))
+        self._called = find_ddp(model) is None and not is_sharded(model)
         if self._called:
             _refuse_others(trainer)
         scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
-        optimizer = next(iter(trainer.optimizers), None)
-        self.wire = None  # of an earlier fit
+        optimizer = next(iter(optimizers_of(model, trainer.optimizers)), None)
+        self._release()
+        self.wire = None
         options = {"scaler": scaler, "optimizer": optimizer, **self.options}
         self.wire = compress_from(LIGHTNING, model, self.spec, **options)
         for optimizer in trainer.optimizers:
@@ -67,9 +77,11 @@ class LightningCompression(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.wire is not None and self.wire.link.rank == 0:
-            warn_long_start(self.wire.engine.full_plan.start, _max_steps(trainer), self.spec)
+            warn_long_start(self.wire.engine.full_plan.start, _max_steps(trainer), self.spec, FEWEST)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if not pl_module.automatic_optimization:
+            return  # the module says itself which passes are reduced
         if self.wire is not None and self.wire.setup.sharded:
             # Lightning has FSDP reduce every batch that adds up to a step; the last one is enough.
             is_last = not trainer.fit_loop._should_accumulate()
@@ -85,6 +97,14 @@ class LightningCompression(Callback):
         assert self.wire is not None
         report = self.wire.report()
         _log(trainer, report.sent, report.payload_ratio, skipped=float(report.skipped))
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Let the module be fitted again, also with another callback."""
+        if self.wire is not None:
+            release(self.wire)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.wire is not None:
@@ -116,7 +136,8 @@ class LightningLocalSteps(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
-        self.outer = local_prepared(LIGHTNING, trainer.strategy.model, optimizers, self.spec, **self.options)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.outer = local_prepared(LIGHTNING, trainer.strategy.model, optimizers, self.spec, scaler, **self.options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         assert self.outer is not None
@@ -125,9 +146,17 @@ class LightningLocalSteps(Callback):
             self._saved = []
         warn_of_last_steps(self.outer, self.spec, _max_steps(trainer))
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # Under manual optimization, Lightning has DDP average again after each training_step.
+        stop_averaging(trainer.strategy.model)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.outer is not None:
             warn_inside_round(self.outer, "callback.outer")
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.outer is not None:
+            self.outer.close()  # let the module be fitted again, also with another callback
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.outer is not None
@@ -139,14 +168,22 @@ class LightningLocalSteps(Callback):
             checkpoint[KEY] = gather_states(self.outer)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if trainer.training:
-            self._saved = checkpoint.get(KEY, [])
+        if not trainer.training:
+            return
+        self._saved = checkpoint.get(KEY, [])
+        if not self._saved:
+            warnings.warn(
+                "the checkpoint was saved without local steps, whose outer weights are those of the model, and whose "
+                "momentum and errors begin empty",
+                stacklevel=2,
+            )
 
 
 def _max_steps(trainer: Any) -> float:
     """After how many steps of an optimizer a fit ends; -1 or infinite, if that is not known."""
-    # Of several optimizers, Lightning counts all steps.
-    return -1 if len(trainer.optimizers) > 1 else trainer.estimated_stepping_batches
+    # Of several optimizers, Lightning counts all steps. How many batches a scheduler adds up to one, it does not know.
+    scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks)
+    return -1 if scheduled or len(trainer.optimizers) > 1 else trainer.estimated_stepping_batches
 
 
 def _log(trainer: Any, sent: float, ratio: float, **more: float) -> None:

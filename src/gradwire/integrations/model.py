@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 _SHARDED = (
     "is sharded: every rank has another part of it, and means over ranks would mix them up; use "
@@ -14,8 +15,8 @@ _SHARDED = (
     "fully_shard(model, mesh=mesh['shard']) and across=mesh['replicate']"
 )
 _LATER = (
-    "the parameter {!r} began to train after the wire was attached, so its gradient is not averaged; attach when all "
-    "parameters that train are in place and have requires_grad=True"
+    "the parameter {!r} began to train after gradwire was attached, so it is not averaged with other ranks; attach "
+    "when all parameters that train are in place and have requires_grad=True"
 )
 
 
@@ -32,7 +33,7 @@ def is_whole(x: Tensor) -> bool:
 def trainable(
     named: Iterable[tuple[str, nn.Parameter]], accepts: Callable[[Tensor], bool] = is_plain
 ) -> dict[str, nn.Parameter]:
-    """Parameters that want gradients, by name, as the module would call them uncompiled.
+    """Parameters that require gradients, by the names that the module gives them before torch.compile.
 
     Args:
         named: Parameters, by name.
@@ -58,10 +59,19 @@ def local_part(x: Any) -> Tensor:
         whole: Tensor = x
         return whole
     if any(placement.is_partial() for placement in x.placements):
-        raise ValueError("a gradient is a sum over ranks that was not taken yet; redistribute it to Replicate() first")
+        raise ValueError("a gradient is a DTensor of partial sums; redistribute it to Replicate() first")
     with torch.no_grad():
         part: Tensor = x.to_local()
     return part
+
+
+def own_gradient(p: nn.Parameter) -> Tensor | None:
+    """What this rank has of a parameter's gradient. The update is written there, so each entry needs its own place."""
+    if p.grad is None:
+        return None
+    if p.grad.layout == torch.strided and 0 in p.grad.stride():  # expanded, as torch.autograd.grad may return it
+        p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+    return local_part(p.grad)
 
 
 def reshard(model: nn.Module) -> None:
@@ -70,6 +80,19 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             module.reshard()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a parameter is a DTensor, also after a forward pass, whose end leaves the outermost ones gathered."""
+    reshard(model)
+    return not all(map(is_plain, model.parameters()))
+
+
+def optimizers_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Those that step parameters of a model."""
+    reshard(model)
+    mine = {id(p) for p in model.parameters()}
+    return [one for one in optimizers if any(id(p) in mine for group in one.param_groups for p in group["params"])]
 
 
 def like(p: nn.Parameter, part: Tensor) -> Tensor:
@@ -88,7 +111,7 @@ def distributed_as(p: Any, part: Tensor) -> Tensor:
 
 
 def refuse_later(model: nn.Module, known: Container[int], sharded: bool = False) -> None:
-    """Refuse a parameter that began to train after the wire was attached: no rank would send its gradient.
+    """Refuse a parameter that began to train after gradwire was attached: no rank would send what concerns it.
 
     Args:
         model: As it is now.
@@ -122,15 +145,27 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """What others average or hand out already cannot be averaged once more: replicas must be whole, and ours alone."""
+    """Refuse modules that something else averages or shards: replicas must be complete, and averaged here only."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
                 f"{name!r} in the model is a DistributedDataParallel, which averages its gradients by itself; pass "
-                "that one to gradwire, and each of several by itself"
+                "that module to gradwire, or each of them if there are several"
             )
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(f"the module {name!r} {_SHARDED}")
+
+
+def refuse_join(ddp: DistributedDataParallel | None) -> None:
+    """Refuse a pass inside of ``join()``: ranks whose batches have ended would call the hook outside of any pass."""
+    if ddp is None or ddp.process_group.size() == 1:
+        return
+    if ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:
+        raise RuntimeError(
+            "gradients are not compressed inside of join(), where ranks without batches take part in the steps of "
+            "others; give all ranks equally many batches, as DistributedSampler does, or end with the first of them: "
+            "join(throw_on_early_termination=True)"
+        )
 
 
 def _check(name: str, parameter: nn.Parameter, accepts: Callable[[Tensor], bool]) -> None:

@@ -24,9 +24,10 @@ from gradwire.integrations.ddp import make_wire
 from gradwire.integrations.entry_point import WRAPPED_OPTIMIZER, EntryPoint
 from gradwire.integrations.model import refuse_unfrozen, trainable
 from gradwire.integrations.optimizer_warning import is_adaptive, warn_if_starved
-from gradwire.integrations.ownership import check_order, refuse_averaged, refuse_local, register_wire
+from gradwire.integrations.ownership import check_order, is_registered, refuse_averaged, refuse_local, register_wire
 from gradwire.integrations.setup import Options, Setup, check_options, check_scaler
-from gradwire.integrations.wire import Wire
+from gradwire.integrations.wire import Wire, skip_step
+from gradwire.optim import SGD
 
 
 class DistributedOptimizer(Optimizer):
@@ -79,7 +80,7 @@ class DistributedOptimizer(Optimizer):
         setup.entry = WRAPPED_OPTIMIZER
         self.wire = make_wire(setup, spec, described)
         attach_optimizer(self.wire, optimizer)
-        check_at_first_step(self.wire)
+        own_gradients(self.wire)
         check_wire(optimizer, self.wire)
         self._scaler = scaler
 
@@ -105,10 +106,9 @@ class DistributedOptimizer(Optimizer):
                 "the optimizer was built without the GradScaler that calls it, and scales of ranks would differ; "
                 "build it with DistributedOptimizer(..., scaler=scaler)"
             )
-        engine = self.wire.engine
         if not grad_scaler.overflows(self.wire.grads(), self.wire.link, self.wire.device):
             return False
-        engine.skip_step()
+        skip_step(self.wire)
         # A rank whose own gradients were fine must back off as well.
         for flag in self._scaler._found_inf_per_device(self).values():
             flag.fill_(1.0)
@@ -170,28 +170,51 @@ def check_plan(
 
 
 def check_wire(optimizer: Optimizer, wire: Wire) -> None:
-    """The same for an optimizer that may step parameters of a wire; a plan that starves it is warned of."""
-    own = {id(p) for p in wire.parameters.values()}
-    if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        if not wire.setup.hooked:
-            refuse_averaged(wire.parameters, wire)
-        check_plan(optimizer, wire.parameters, wire.setup.entry, wire.engine.full_plan, wire.setup.written)
-        check_same(optimizer, wire)
-        if is_adaptive(optimizer):
-            wire.adaptive.add(type(optimizer).__name__)
-        if wire.link.rank == 0:
-            warn_if_starved(optimizer, wire.engine.full_plan, wire, wire.setup.entry)
+    """The same for an optimizer that may step parameters of a wire; a plan that starves it is warned of.
+
+    Only lanes count that hold what it steps: another optimizer may step the rest.
+    """
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = {name for name, p in wire.parameters.items() if id(p) in stepped}
+    if not names:
+        return
+    if not wire.setup.hooked and is_registered(wire):
+        refuse_averaged(wire.parameters, wire)
+    if wire.setup.hooked or is_registered(wire):
+        _refuse_unknown_scaler(optimizer, wire)
+    plan = wire.engine.full_plan.part(names)
+    check_plan(optimizer, wire.parameters, wire.setup.entry, plan, wire.setup.written)
+    check_same(optimizer, wire, plan)
+    if is_adaptive(optimizer):
+        wire.adaptive.add(type(optimizer).__name__)
+    if wire.link.rank == 0:
+        warn_if_starved(optimizer, plan, wire, wire.setup.entry, alone=len(names) == len(wire.parameters))
+
+
+def _refuse_unknown_scaler(optimizer: Optimizer, wire: Wire) -> None:
+    """Refuse a GradScaler that the wire was not given. Where gradients overflow, it would find zeros."""
+    if wire.scaler is None and grad_scaler.has_scaler(optimizer):
+        raise ValueError(
+            f"a GradScaler steps {type(optimizer).__name__}, and the wire does not know it, so the scaler would never "
+            f"back off; write {wire.setup.entry.name}(..., scaler=scaler)"
+        )
 
 
 def check_at_first_step(wire: Wire) -> None:
     """The same for optimizers that are not known yet: each is checked before its first step."""
     _checked[wire] = weakref.WeakKeyDictionary()
-    if not wire.setup.hooked or wire.setup.sharded:
-        register_wire(wire)
     _register_hook()
 
 
-_Plans: TypeAlias = weakref.WeakKeyDictionary[Optimizer, tuple[Plan, bool]]  # and whether the optimizer had stepped
+def own_gradients(wire: Wire) -> None:
+    """Check optimizers, and let the wire alone average its gradients, once before each step."""
+    if not wire.setup.hooked or wire.setup.sharded:
+        register_wire(wire)
+    check_at_first_step(wire)
+
+
+# By optimizer: the plan, whether it had stepped, and how many parameters it had.
+_Plans: TypeAlias = weakref.WeakKeyDictionary[Optimizer, tuple[Plan, bool, int]]
 _checked: weakref.WeakKeyDictionary[Wire, _Plans] = weakref.WeakKeyDictionary()
 
 
@@ -202,18 +225,22 @@ def _register_hook() -> None:
 
 
 def _check_wires(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Check an optimizer that is about to step against the plans of all wires, once each, and once it has stepped."""
+    """Check an optimizer that is about to step against the plans of all wires.
+
+    Once each, once it has stepped, and once it has got more parameters.
+    """
     if torch.compiler.is_compiling() or isinstance(optimizer, DistributedOptimizer):
         return
+    has_stepped, count = bool(optimizer.state), sum(len(group["params"]) for group in optimizer.param_groups)
     for reference in _checked.keyrefs():
         wire = reference()
-        if wire is None:
+        if wire is None or not wire.is_attached:
             continue
-        plan, has_stepped = wire.executor.engine.full_plan, bool(optimizer.state)
-        before, had_stepped = _checked[wire].get(optimizer, (None, False))
-        if before is not plan or had_stepped != has_stepped:
+        plan = wire.executor.engine.full_plan
+        before, *others = _checked[wire].get(optimizer, (None,))
+        if before is not plan or others != [has_stepped, count]:
             check_wire(optimizer, wire)
-            _checked[wire][optimizer] = plan, has_stepped
+            _checked[wire][optimizer] = plan, has_stepped, count
         check_order(wire, optimizer)
 
 
@@ -223,11 +250,11 @@ def _check_named(optimizer: object, named: Sequence[object]) -> None:
     if isinstance(optimizer, DistributedOptimizer):
         raise ValueError("a DistributedOptimizer averages gradients already; wrap the optimizer inside, once")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS takes several gradients in a step, and one is synchronized; wrap another optimizer")
+        raise TypeError("LBFGS takes several gradients in a step, and only one is synchronized; wrap another optimizer")
     for one in named:
         if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)):
             raise TypeError(
-                f"parameters come with their names, and {type(one).__name__} is no such pair; "
+                f"named_parameters takes pairs of a name and a parameter, and {type(one).__name__} is none; "
                 "pass model.named_parameters()"
             )
 
@@ -255,46 +282,3 @@ def _loss(closure: Callable[[], float] | None) -> float | None:
         return None
     with torch.enable_grad():
         return closure()
-
-
-class SGD(Optimizer):
-    """SGD for updates that carry momentum already, as `momentum_correction` hands them out.
-
-    Weight decay stays local and uncompressed. It has a momentum buffer of its own, so that it is as strong as in
-    momentum SGD: with ``d = momentum * d + weight_decay * p``, a step is ``p -= lr * (update + d)``.
-    """
-
-    def __init__(
-        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
-    ) -> None:
-        for name, rate in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not rate >= 0:
-                raise ValueError(f"{name}={rate} is below zero, or no number; give a rate of 0 or more")
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply the updates that lie in ``p.grad``."""
-        loss = _loss(closure)
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            updates = [p.grad for p in params]
-            if group["weight_decay"]:
-                updates = list(torch._foreach_add(updates, self._decay(params, group)))
-            torch._foreach_add_([p.data for p in params], updates, alpha=-group["lr"])
-        return loss
-
-    def _decay(self, params: list[nn.Parameter], group: dict[str, Any]) -> list[torch.Tensor]:
-        for p in params:
-            if "decay" not in self.state[p]:
-                self.state[p]["decay"] = torch.zeros_like(p)
-        today = torch._foreach_mul([p.data for p in params], group["weight_decay"])
-        buffers = [self.state[p]["decay"] for p in params]
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, today)
-        if not group["nesterov"]:
-            return buffers
-        return list(torch._foreach_add(today, torch._foreach_mul(buffers, group["momentum"])))

@@ -15,7 +15,7 @@ from gradwire.integrations.entry_point import EntryPoint
 from gradwire.integrations.trainer_warnings import warn_user
 
 _ADAPTIVE_OPTIONS = {"betas", "alpha", "lr_decay"}  # Adam's kind and Lion, RMSprop, Adagrad
-_told: "WeakKeyDictionary[object, set[str]]" = WeakKeyDictionary()  # what was said of a wire or an optimizer
+_told: "WeakKeyDictionary[object, set[str]]" = WeakKeyDictionary()  # warnings given so far, by wire or optimizer
 _STATES = {"exp_avg_sq", "square_avg", "exp_avg_sq_row", "row_var"}  # also Adadelta and Adafactor
 
 
@@ -26,7 +26,7 @@ class OptimizerWarning(UserWarning):
 def is_adaptive(optimizer: Optimizer) -> bool:
     """Whether steps are divided by a second moment, or normalized otherwise.
 
-    Options tell that of torch's optimizers, also before the first step; of others, what they have remembered by then.
+    The options of torch's optimizers show it before the first step; for others, their state shows it afterwards.
     """
     options = [group.keys() for group in optimizer.param_groups]
     by_option = any(_ADAPTIVE_OPTIONS & keys and "t0" not in keys for keys in options)  # ASGD's alpha is another thing
@@ -38,27 +38,27 @@ def _is_muon(optimizer: Optimizer) -> bool:
     return "muon" in type(optimizer).__name__.lower()
 
 
-def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: object, entry: EntryPoint) -> None:
-    """Warn of a spec that an adaptive optimizer should not follow, once.
+def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: object, entry: EntryPoint, alone: bool) -> None:
+    """Warn of a spec that an adaptive optimizer should not follow, once for all optimizers of a wire.
 
     Trainers have an optimizer checked when they attach, and it is checked again when it first steps. Python shows a
     warning twice if the filters of warnings change between the two checks.
 
     Args:
-        optimizer: That is about to step.
-        plan: Of the wire.
-        wire: That compresses.
+        optimizer: The one that is about to step.
+        plan: The lanes of what it steps.
+        wire: The wire that compresses.
         entry: What the user called.
+        alone: Whether the optimizer steps all that the wire compresses. If not, the remedy must serve others, too.
     """
     why = why_starved(plan, type(optimizer).__name__)
     if not why or not is_adaptive(optimizer):
         return
-    text = f"{why} {_remedy(optimizer, entry)}"
-    told = [_told.setdefault(one, set()) for one in (wire, optimizer)]
-    if not any(text in texts for texts in told):
-        warn_user(text, OptimizerWarning)
+    told, about = [_told.setdefault(one, set()) for one in (wire, optimizer)], why_starved(plan, "another one")
+    if not any(about in texts for texts in told):
+        warn_user(f"{why} {_remedy(optimizer, entry, alone)}", OptimizerWarning)
     for texts in told:
-        texts.add(text)
+        texts.add(about)
 
 
 def why_starved(plan: Plan, optimizer: str) -> str:
@@ -74,8 +74,8 @@ def why_starved(plan: Plan, optimizer: str) -> str:
     return ""
 
 
-def _remedy(optimizer: Optimizer, entry: EntryPoint) -> str:
+def _remedy(optimizer: Optimizer, entry: EntryPoint, alone: bool) -> str:
     if _is_muon(optimizer):
         rounds = repr("sparseloco(H=1, keep=1.0)")
         return f"Use 'int8', or {entry.local_steps.format(spec=rounds)}"
-    return f"Use 'int8' or 'int4', or 'onebit_adam': {entry.adamw}"
+    return "Use 'int8'" if not alone else f"Use 'int8' or 'int4', or 'onebit_adam': {entry.adamw}"

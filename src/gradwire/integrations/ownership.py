@@ -35,7 +35,7 @@ def refuse_local(parameters: Mapping[str, nn.Parameter], world: int) -> None:
 
 
 def _refuse(reason: Callable[[], str | None]) -> None:
-    """Raise what stands against it, unless nothing refers to that any more. Collecting garbage may take a second."""
+    """Raise the error of a conflict, unless the other object is garbage. Garbage collection may take a second."""
     if reason() is None:
         return
     gc.collect()
@@ -44,15 +44,23 @@ def _refuse(reason: Callable[[], str | None]) -> None:
 
 
 def register_local(handle: object, parameters: Mapping[str, nn.Parameter], world: int) -> None:
-    """Note that a handle, as long as it lives, takes local steps of these parameters."""
+    """Note that a handle, as long as it lives, takes local steps of these parameters, in place of an earlier one."""
+    for earlier, (theirs, _) in list(_local.items()):
+        if _shared(parameters, theirs.values()):
+            release_local(earlier)
     _local[handle] = parameters, world
+
+
+def release_local(handle: object) -> bool:
+    """Take a handle off its parameters, which a wire may have then. Returns whether it had them."""
+    return _local.pop(handle, None) is not None
 
 
 def _wired(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
     for wire in _owners:
         if 1 < world <= wire.link.world and (name := _shared(parameters, wire.parameters.values())):
             return (
-                f"the gradient of {name!r} is averaged by a wire in every step, which leaves nothing to local steps; "
+                f"the gradient of {name!r} is averaged by a wire in every step, so local steps would have no effect; "
                 "delete the wire and its calls, or let it average over the ranks of a host with process_group="
             )
     return None
@@ -63,8 +71,8 @@ def _stepped(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
         if 1 < ranks <= world and (name := _shared(parameters, theirs.values())):
             return (
                 f"gradwire.local takes local steps of {name!r}, and a wire that averages its gradient in every step "
-                "leaves nothing to them; delete the handle and its optimizer first, or let the wire average over the "
-                "ranks of a host with process_group="
+                "would make them useless; call close() of the handle first, or let the wire average over the ranks of "
+                "a host with process_group="
             )
     return None
 
@@ -72,9 +80,11 @@ def _stepped(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
 def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str | None:
     for wire in _owners:
         if wire is not mine and (name := _shared(parameters, wire.parameters.values())):
+            # The hooks of a sharded model keep its wire.
+            other = "" if wire.setup.sharded else ", or delete the other wire and its optimizer first"
             return (
                 f"the parameter {name!r} has a wire already, and would be averaged twice; change the spec with "
-                "wire.set(...), or delete the other wire and its optimizer first"
+                f"wire.set(...){other}"
             )
     # A parameter does not refer to the DistributedDataParallel that averages it, but every object refers to its class.
     kinds = DistributedDataParallel, *DistributedDataParallel.__subclasses__()
@@ -107,6 +117,18 @@ def register_wire(wire: Wire) -> None:
         weakref.finalize(wire, p.register_post_accumulate_grad_hook(note).remove)
 
 
+def release(wire: Wire) -> None:
+    """Take a wire off its parameters, which may have another one then. Its report and its state stay."""
+    wire.is_attached = False
+    _owners.discard(wire)
+    wire.remove_hooks()
+
+
+def is_registered(wire: Wire) -> bool:
+    """Whether a wire has its parameters for itself; those of replicas in one process do not."""
+    return wire in _owners
+
+
 def check_order(wire: Wire, optimizer: Optimizer) -> None:
     """Refuse a step with gradients that were not averaged, or were averaged twice."""
     event, wire.last_event = wire.last_event, "step"
@@ -131,4 +153,4 @@ def check_order(wire: Wire, optimizer: Optimizer) -> None:
 def _must_be_called(wire: Wire) -> bool:
     """Whether ranks drift apart if an optimizer steps without a call."""
     engine = wire.executor.engine.unwrapped
-    return not (wire.setup.hooked or wire.link.world == 1 or wire.is_off or engine.sends_nothing)
+    return not (wire.setup.hooked or wire.link.world == 1 or engine.sends_nothing)

@@ -1,4 +1,4 @@
-"""Report: what crossed the wire, what it would have been, and where the time went."""
+"""Report: bytes sent and received, the dense bytes for comparison, and where the time went."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Report:
         skipped: Steps skipped because some rank's gradient was not finite.
         sent: Bytes that this rank put on the wire, padding and agreements included; with ``across="hosts"``, on that
             between hosts.
-        received: Bytes that it took off the wire.
+        received: Bytes that it received.
         collectives: How many collectives carried them.
         payload: Bytes that it encoded.
         dense: Bytes of the same gradients in float32, as encoded. With ``across="hosts"``, each rank of a host encodes
@@ -33,8 +33,8 @@ class Report:
         rules: Encoded and dense bytes by rule. What crosses the wire is fused, and belongs to no rule.
         rule_seconds: Host time of encoding and decoding by rule.
         hosts: Number of hosts, where only messages between them are compressed; else that of ranks.
-        sent_inside: Bytes that this rank sent to others on its host: dense gradients, and what was agreed on them.
-        received_inside: Bytes that it got from them.
+        sent_inside: Bytes that this rank sent to others on its host: dense gradients and updates.
+        received_inside: Bytes that it received from them.
         note: What this account leaves out, or where in its start the training is, if anything.
         sharded: Whether hosts stand for replicas, each of which several ranks hold together. What FSDP sends inside a
             replica is not counted.
@@ -115,9 +115,8 @@ class Report:
             f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per {unit}) in "
             f"{count(self.collectives, 'collective')}",
             f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per {unit})",
-            f"payload   {_bytes(self.payload)}, {times(self.payload_ratio)} smaller than float32",
-            f"wire      {times(self.wire_ratio)} less sent than by a float32 ring all-reduce, "
-            f"{times(self.wire_ratio_bf16)} less than by a bfloat16 one",
+            f"payload   {_bytes(self.payload)} encoded, {times(self.payload_ratio)} smaller than float32",
+            f"wire      {self._wire_text()}",
             f"seconds   encode {self.encode_seconds:.3f}, wire {self.wire_seconds:.3f}, "
             f"decode {self.decode_seconds:.3f}",
         ]
@@ -128,6 +127,14 @@ class Report:
                 f"  rule {label:12} {_bytes(payload)}, {ratio}; seconds: encode {encode:.3f}, decode {decode:.3f}"
             )
         return "\n".join((*lines, *filter(None, [self.note])))
+
+    def _wire_text(self) -> str:
+        if not self.sent:
+            return "a world of one sends nothing" if self.world == 1 else "nothing was sent"
+        return (
+            f"{times(self.wire_ratio)} less sent than by a float32 ring all-reduce, "
+            f"{times(self.wire_ratio_bf16)} less than by a bfloat16 one"
+        )
 
     def _inside(self, unit: str) -> list[str]:
         if self.hosts is None:
@@ -149,7 +156,7 @@ def show(engine: AnyEngine, rank: int, world: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(_aligned, _COLUMNS, row, widths)) for row in rows]
     rule = "  ".join("-" * n for n in widths)
-    caption = "bytes: the longest payload of a rank per step; floats: memory per parameter"
+    caption = "bytes: the longest payload of a rank per message; floats: memory per parameter"
     return "\n".join([title, lines[0], rule, *lines[1:], caption, ""])
 
 

@@ -22,7 +22,7 @@ from gradwire.integrations.model import local_part
 
 
 def check_scaler(scaler: object) -> None:
-    """Refuse what is no GradScaler."""
+    """Refuse a scaler that is no GradScaler."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler={scaler!r} is no torch.amp.GradScaler; pass the one of the loop, or none")
 
@@ -60,7 +60,7 @@ class Options:
 
 
 def check_options(entry: EntryPoint, given: Iterable[str]) -> None:
-    """Refuse options that there are not."""
+    """Refuse unknown options."""
     if unknown := sorted(set(given) - Options.__dataclass_fields__.keys()):
         raise TypeError(f"{entry.name} has no option {', '.join(unknown)}; help(gradwire.compress) has all of them")
 
@@ -75,10 +75,11 @@ class Setup:
         options: As given.
         hooked: Whether DDP, or hooks of sharded parameters, call the wire.
         shared: Tensors that start as rank 0's, by name.
-        check_plan: Raises where a plan, of specs that are written so, does not go with the rest of the training.
-        check_model: Raises where the model has come to train other parameters.
+        check_plan: Raises an error if a plan does not fit the rest of the training; it gets the specs as written, too.
+        check_model: Raises an error if the model now trains other parameters.
         note: What else must be the same on all ranks.
         sharded: Whether each rank has a part of every parameter; hosts are replicas then.
+        mixed: Whether ranks may have devices of different types, and so must plan the same for all of them.
         reduced_last: Names of parameters whose gradients come when backward is over.
         entry: What the user called.
         written: The specs as the user wrote them, by the label of their rule; for errors.
@@ -93,6 +94,7 @@ class Setup:
     check_model: Callable[[], None] = lambda: None
     note: str = ""
     sharded: bool = False
+    mixed: bool = False
     reduced_last: Container[str] = frozenset()
     entry: EntryPoint = COMPRESS
     written: Mapping[str, str] = field(default_factory=dict)
@@ -148,7 +150,7 @@ class Setup:
         shards = 1 if layout is None else layout.ranks_per_host
         if self.sharded or layout is None or shards == 1:
             return Engine(plan, rank, self.plan_world, seed, self.device, options.rollback, None, shard, shards)
-        # Owners follow from rules, not from specs: then nothing changes hands when the spec changes.
+        # Owners follow from rules, not from specs, so no memory moves between ranks when the spec changes.
         lossy = build(self._shapes, (*options.rules, *self._defaults("sign")), plan.world, options.bucket_bytes)
         return HostEngine(plan, assign_owners(lossy, shards), layout, backend.rank, seed, self.device, options.rollback)
 
@@ -189,7 +191,7 @@ class Setup:
             return build(shapes, rules, self.plan_world, size, parts, self.reduced_last)
         fixed |= self.backend.host_layout is not None
         large = any(4 * p.numel() > size for p in self.parameters.values())
-        if self.hooked or self.device.type != "cuda" or fixed or large:
+        if self.hooked or self.mixed or self.device.type != "cuda" or fixed or large:
             return plan
         return build(shapes, rules, self.plan_world, max(size, 5 * BUCKET_BYTES))
 
@@ -202,11 +204,12 @@ class Setup:
         """What else must be the same on all ranks, or they would exchange different things."""
         scaler = "no GradScaler" if options.scaler is None else "a GradScaler"
         hook = "DDP" if self.hooked else "no DDP"
+        device = "" if self.mixed else f"; device {self.device.type}"
         undo = "rollback" if options.rollback else "no rollback"
         kind = "replicas" if self.sharded else "hosts"
         hosts = "" if self.backend.host_layout is None else f"; {kind} {self.backend.host_layout}"
         buckets = f"buckets of {options.bucket_bytes} bytes"
-        return f"seed {options.seed}; {buckets}; {scaler}; {hook}; {undo}{hosts}{self.note}"
+        return f"seed {options.seed}; {buckets}; {scaler}; {hook}; {undo}{device}{hosts}{self.note}"
 
 
 def _written(spec: Spec, options: Options) -> dict[str, str]:

@@ -23,8 +23,9 @@ from gradwire.integrations.adamw_checks import check_optimizer
 from gradwire.integrations.adamw_moments import attach_optimizer
 from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
+from gradwire.integrations.optimizer import check_at_first_step
 from gradwire.integrations.setup import Options, Setup
-from gradwire.integrations.wire import Wire, write_missing
+from gradwire.integrations.wire import Wire, kept_back, write_missing
 
 
 def _counted(name: str) -> Any:
@@ -38,7 +39,7 @@ def _counted(name: str) -> Any:
 class SimulatedBackend(UncountedBackend):
     """One rank's view of a lockstep group, which answers for all ranks at once in a step.
 
-    What comes this way are agreements at attach: one caller makes all ranks, so all request the same.
+    It serves only agreements at attach: one caller makes all ranks, so all request the same.
     """
 
     traffic, inside = _counted("traffic"), _counted("inside")
@@ -94,12 +95,23 @@ class SimulatedGroup:
 
     def _in_turn(self, grads: Sequence[Grads], unscale: float) -> list[StepResult]:
         began, before = time.perf_counter(), self._worked
-        own = zip(self.wires, grads, strict=True)
+        own, delays = zip(self.wires, grads, strict=True), self.wires[0].delays
         results = self.group.drive([profile(wire.engine.run(mine, unscale), wire.clock) for wire, mine in own])
         moving = time.perf_counter() - began - (self._worked - before)
         for wire in self.wires:
             wire.clock.wire += moving  # a collective takes the time of all ranks
-        return results
+        return self._with_kept_back(results) if delays else results
+
+    def _with_kept_back(self, results: Sequence[StepResult]) -> list[StepResult]:
+        """Hand out the means of the step before in any case, as processes do, which have not waited for this step."""
+        late = [kept_back(wire.engine, result) for wire, result in zip(self.wires, results, strict=True)]
+        whole = [
+            result.updates | {name: x.view(wire.parameters[name].shape).clone() for name, x in own.items()}
+            for wire, result, own in zip(self.wires, results, late, strict=True)
+        ]
+        for update in (x for own in late for x in own.values()):  # ranks may share one
+            update.zero_()
+        return [result._replace(updates=updates) for result, updates in zip(results, whole, strict=True)]
 
     @property
     def _worked(self) -> float:
@@ -136,6 +148,7 @@ class SimulatedWorkers(SimulatedGroup):
             shared = attach_optimizer(wire, optimizer)
             if shared is not None:
                 leader = shared.leader = leader or shared
+            check_at_first_step(wire)
             wires.append(wire)
         super().__init__(wires, group)
         for model in models[1:]:

@@ -1,25 +1,26 @@
 """Hugging Face's Trainer: a callback that compresses gradients and saves memories with checkpoints."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllReduceOp
 from gradwire.core.renamed import renamed
 from gradwire.engine import Spec
 from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.checksums import checksum
-from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.entry_point import TRANSFORMERS
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.local.trainers import local_prepared, warn_inside_round, warn_of_last_steps
 from gradwire.integrations.model import local_part
 from gradwire.integrations.optimizer import check_wire
-from gradwire.integrations.trainer_warnings import warn_long_start
+from gradwire.integrations.trainer_warnings import FEWEST, warn_long_start
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class TrainerCompression(TrainerCallback):
             spec: See `gradwire.compress`.
             resume: The checkpoint that is resumed from, if it is neither one of ``args.output_dir`` nor
                 ``args.resume_from_checkpoint``.
-            options: Those of `gradwire.compress`, but for the scaler, which is the Trainer's own.
+            options: Those of `gradwire.compress`, except the scaler, which is the Trainer's own.
         """
         self.trainer, self.spec, self.resume, self.options = trainer, spec, resume, options
         self.wire: Wire | None = None
@@ -65,7 +66,7 @@ class TrainerCompression(TrainerCallback):
             self._load(args, state)
         assert self.wire is not None
         if self.wire.link.rank == 0:
-            warn_long_start(self.wire.engine.full_plan.start, state.max_steps, self.spec)
+            warn_long_start(self.wire.engine.full_plan.start, state.max_steps, self.spec, FEWEST)
 
     def _attach(self, model: Any) -> None:
         accelerator = self.trainer.accelerator
@@ -86,31 +87,21 @@ class TrainerCompression(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.wire is not None and not args.save_only_model:
-            folder = save(self.wire, _checkpoint(args, state)).parent
-            if self.wire.link.rank == 0:
-                (folder / _MODEL).write_text(_checksum(self.wire))
+            _save(self.wire, [self.wire], _checkpoint(args, state))
 
     def _load(self, args: Any, state: Any) -> None:
         assert self.wire is not None
-        given = args.resume_from_checkpoint
-        folder = Path(self.resume or (given if isinstance(given, str) else None) or _checkpoint(args, state))
-        flag = torch.tensor([int(self._fits(folder))], device=self.wire.link.device)
-        if self.wire.link.move(AllReduceOp(flag, "max")).item():  # or some ranks would load, and others not
+        folders = _candidates(self.resume, args, state)
+        folder = _fitting(folders, [self.wire], self.wire.link)
+        if folder is not None:
             load(self.wire, folder)
             return
         warnings.warn(
-            f"training continues from step {state.global_step}, but {folder} holds no compression memories of this "
-            "model, and they begin empty; if the checkpoint lies elsewhere, pass "
+            f"training continues from step {state.global_step}, but {folders[-1]} holds no compression memories of "
+            "this model, and they begin empty; if the checkpoint lies elsewhere, pass "
             "TrainerCompression(..., resume=FOLDER)",
             stacklevel=2,
         )
-
-    def _fits(self, folder: Path) -> bool:
-        """Whether a folder holds memories that were saved with the parameters as they are now."""
-        assert self.wire is not None
-        model = folder / _MODEL  # older checkpoints have none
-        saved = any(folder.glob("wire-*.safetensors"))
-        return saved and (not model.exists() or model.read_text() == _checksum(self.wire))
 
 
 class TrainerLocalSteps(TrainerCallback):
@@ -132,35 +123,62 @@ class TrainerLocalSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         optimizer = self.trainer.optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.outer = local_prepared(TRANSFORMERS, self.trainer.model_wrapped, [optimizer], self.spec, **self.options)
+        model, scaler = self.trainer.model_wrapped, self.trainer.accelerator.scaler
+        self.outer = local_prepared(TRANSFORMERS, model, [optimizer], self.spec, scaler, **self.options)
         if state.global_step:
-            given = args.resume_from_checkpoint
-            folder = Path(self.resume or (given if isinstance(given, str) else None) or _checkpoint(args, state))
-            with errors_on_all_ranks(self.outer.link):
-                _check_state(folder)
+            folders = _candidates(self.resume, args, state)
+            folder = _fitting(folders, self.outer.wires, self.outer.link)
+            if folder is None:
+                raise ValueError(
+                    f"{folders[-1]} holds no state of local steps that was saved with this model; if the checkpoint "
+                    "lies elsewhere, pass TrainerLocalSteps(..., resume=FOLDER), and if it is of another training, "
+                    "start from its model"
+                )
             load(self.outer, folder)
         warn_of_last_steps(self.outer, self.spec, state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.outer is not None and not args.save_only_model:
-            save(self.outer, _checkpoint(args, state))
+            _save(self.outer, self.outer.wires, _checkpoint(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.outer is not None:
             warn_inside_round(self.outer, "callback.outer")
+            self.outer.close()
 
 
-def _check_state(folder: Path) -> None:
-    if not any(folder.glob("wire-*.safetensors")):
-        raise ValueError(
-            f"{folder} holds no state of local steps; if the checkpoint lies elsewhere, pass "
-            "TrainerLocalSteps(..., resume=FOLDER), and if it is of another training, start from its model"
-        )
+def _candidates(given: str | Path | None, args: Any, state: Any) -> list[Path]:
+    """Where the checkpoint may lie: a Trainer does not tell callbacks which path its train() was given."""
+    if given is not None:
+        return [Path(given)]
+    argument = args.resume_from_checkpoint
+    return [*([Path(argument)] if isinstance(argument, str) else []), Path(_checkpoint(args, state))]
 
 
-def _checksum(wire: Wire) -> str:
+def _fitting(folders: Sequence[Path], wires: Sequence[Wire], link: Backend) -> Path | None:
+    """The first folder whose state was saved with the model that the Trainer has loaded; the same on all ranks."""
+    fits = torch.tensor([int(_fits(folder, wires)) for folder in folders], device=link.device)
+    found = link.move(AllReduceOp(fits, "max")).tolist()  # the checksum is of the shards of rank 0, if it is sharded
+    return next((folder for folder, is_fit in zip(folders, found, strict=True) if is_fit), None)
+
+
+def _save(handle: Wire | LocalSync, wires: Sequence[Wire], folder: Path) -> None:
+    """Save a state, and which model of rank 0 it belongs to: the Trainer saves that one."""
+    save(handle, folder)
+    if handle.link.rank == 0:
+        (folder / _MODEL).write_text(_checksum(wires))
+
+
+def _fits(folder: Path, wires: Sequence[Wire]) -> bool:
+    """Whether a folder holds a state that was saved with the parameters as they are now."""
+    model = folder / _MODEL  # older checkpoints have none
+    saved = any(folder.glob("wire-*.safetensors"))
+    return saved and (not model.exists() or model.read_text() == _checksum(wires))
+
+
+def _checksum(wires: Sequence[Wire]) -> str:
     """Of this rank's part of the model."""
-    return checksum({name: local_part(p) for name, p in wire.parameters.items()})
+    return checksum({name: local_part(p) for wire in wires for name, p in wire.parameters.items()})
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

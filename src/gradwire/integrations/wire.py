@@ -22,7 +22,7 @@ from gradwire.integrations import grad_scaler
 from gradwire.integrations.auto import Tuner
 from gradwire.integrations.comm_worker import CommWorker
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
-from gradwire.integrations.model import like, local_part
+from gradwire.integrations.model import like, local_part, own_gradient
 from gradwire.integrations.report import Report, in_start, show
 from gradwire.integrations.setup import Setup
 
@@ -47,10 +47,11 @@ class Wire:
         self.worker: CommWorker = CommWorker(self.device) if beside is None else beside.worker
         self._delayed_step: Future[StepResult] | None = None  # a delayed step that is under way
         self.before_step: Callable[[], None] = lambda: None  # is called before a step's first gradient is compressed
-        self.adaptive: set[str] = set()  # the names of optimizers that follow, and normalize their steps
+        self.adaptive: set[str] = set()  # names of optimizers that step after this wire, and normalize
         self.tuner: Tuner | None = None  # chooses the spec, where it is ``auto``
         self.last_event = ""  # of a plain loop: "backward", "call", "second call" or "step"
-        self.is_off = False
+        self.is_attached = True  # until its parameters may have another wire
+        self.remove_hooks: Callable[[], None] = lambda: None  # from a sharded model
         self._feedback: Feedback | None = None  # of the main rule
         self.first_step = self._first_skipped = 0  # where this wire's own account begins
         self._start(spec)
@@ -77,10 +78,8 @@ class Wire:
         """State and step. This waits for a delayed step that is under way."""
         delayed, self._delayed_step = self._delayed_step, None
         if delayed is not None:
-            result = delayed.result()
-            for name, update in self._engine.delayed_updates.items():
-                if result.skipped or name not in result.updates:
-                    update.zero_()  # it was handed out already
+            for update in kept_back(self._engine, delayed.result()).values():
+                update.zero_()  # it was handed out already
         return self._engine
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class Wire:
 
     def grads(self) -> dict[str, Tensor | None]:
         """This rank's gradients, by name."""
-        return {name: None if p.grad is None else local_part(p.grad) for name, p in self.parameters.items()}
+        return {name: own_gradient(p) for name, p in self.parameters.items()}
 
     def sync(self, grads: Grads, wait: bool = False) -> StepResult:
         """One step. Updates are written over the gradients, in units of the scaled loss.
@@ -130,7 +129,7 @@ class Wire:
         return result
 
     def _exchange_later(self, grads: Grads, scale: float) -> StepResult:
-        """Send today's gradients off, and hand back the mean of the step before."""
+        """Send this step's gradients, and return the mean of the step before."""
         engine = self._engine
         updates: dict[str, Tensor] = {}
         copies = {name: None if g is None else g.detach().clone() for name, g in grads.items()}
@@ -142,7 +141,7 @@ class Wire:
 
     @property
     def delays(self) -> bool:
-        """Whether every lane hands back the mean of the step before, so that this step's may travel meanwhile."""
+        """Whether every lane returns the mean of the step before, so that this step's can be sent meanwhile."""
         step = self._engine.unwrapped.step
         return all(lane.at(step)[1].delays for lane in self._engine.full_plan.lanes)
 
@@ -171,12 +170,10 @@ class Wire:
 
         A codec keeps the current feedback, if that keeps errors; a preset brings its own. Rules stay.
         """
-        self.is_off = False
         self._start(spec, self.engine, feedback=feedback, exchange=exchange)
 
     def off(self) -> None:
         """Stop compressing: dense float32 from now on, under the same feedback, so that errors and momentum survive."""
-        self.is_off = True
         self._start("fp32", self.engine, feedback=self._feedback, exchange=None, rules=())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -198,6 +195,7 @@ class Wire:
         engine = self.engine
         inner, states = engine.unwrapped, checkpoint.of_shard(engine, states)
         with errors_on_all_ranks(self.link):
+            _refuse_local(states)
             checkpoint.check(engine, states, self.spec)
         account = self.link.traffic
         agree(self.link, self.spec, self.setup.tensors(), int(states[0]["gradwire/step"]), call="load_state_dict()")
@@ -241,12 +239,23 @@ class Wire:
         return plan if self.tuner is None else "\n".join((plan.rstrip(), *self.tuner.lines(), ""))
 
 
+def kept_back(engine: AnyEngine, result: StepResult) -> dict[str, Tensor]:
+    """The delayed means that a step has left where they were: it was skipped, or no rank had a gradient."""
+    return {name: x for name, x in engine.delayed_updates.items() if result.skipped or name not in result.updates}
+
+
 def write_missing(parameters: Mapping[str, nn.Parameter], result: StepResult) -> None:
     """Hand the updates of parameters that have no gradient on this rank to the optimizer."""
     for name, update in result.updates.items():
         p = parameters[name]
         if p.grad is None:
             p.grad = like(p, update)
+
+
+def skip_step(wire: Wire) -> None:
+    """Leave out a step whose gradients overflow. A variance that is to be frozen then, and not later, is."""
+    wire.before_step()
+    wire.engine.skip_step()
 
 
 def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
@@ -276,3 +285,12 @@ def _pending_errors(engine: Engine) -> dict[str, Tensor]:
     """By name: what this rank has not sent. Its mean over ranks is still to be applied."""
     errors = [lane.pending_error(state, engine.rank, engine.world).to(engine.device) for lane, state in engine.lanes]
     return by_name(engine.plan.lanes, errors)
+
+
+def _refuse_local(states: Sequence[checkpoint.Saved]) -> None:
+    """Refuse a state of local steps: its errors are differences of weights."""
+    if any("local/steps" in one for one in states):
+        raise ValueError(
+            "this is a state of local steps, which owe weights and no gradients; load it by the handle of "
+            "gradwire.local, or begin without it"
+        )

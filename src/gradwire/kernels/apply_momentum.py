@@ -34,7 +34,7 @@ def apply_momentum_(first: Tensor, parts: Applied, shrink: float, size: Scalar, 
     Parameters of fewer bits than float32 are rounded once. One pass reads parameter, momentum, denominator and
     variance, and writes parameter and variance: 24 bytes an entry.
     """
-    wide = [p if p.dtype == torch.float32 else p.float() for p in parts.params]
+    wide = [p if p.dtype.itemsize >= 4 else p.float() for p in parts.params]
     momenta, denominators = [x.float() for x in parts.momenta], list(parts.denominators)
     torch._foreach_mul_(wide, shrink)
     if isinstance(size, Tensor):

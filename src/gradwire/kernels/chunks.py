@@ -8,6 +8,8 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.kernels.dispatch import kernel
+from gradwire.kernels.groups import before
+from gradwire.kernels.philox import ragged
 
 
 class Chunks(NamedTuple):
@@ -40,10 +42,10 @@ def chunks(lengths: tuple[int, ...], k: int, chunk: int) -> Chunks:
     held = length // chunk * k + (length % chunk).clamp(max=k)
     end = counts.cumsum(0)
     return Chunks(
-        start=length.cumsum(0) - length,
+        start=before(length),
         length=length,
         first=end - counts,
-        out=held.cumsum(0) - held,
+        out=before(held),
         end=end,
         chunks=int(counts.sum()),
         total=int(held.sum()),
@@ -72,7 +74,7 @@ def _rows(lengths: tuple[int, ...], k: int, chunk: int, device: torch.device) ->
     """Starts and sizes of all chunks, and which of the best of each are there; cached, so that no step waits."""
     where = chunks(lengths, k, chunk)
     segment = torch.arange(len(lengths)).repeat_interleave(where.end - where.first)
-    inside = (torch.arange(where.chunks) - where.first[segment]) * chunk
+    inside = ragged(where.end - where.first) * chunk
     sizes = (where.length[segment] - inside).clamp(max=chunk)
     best = torch.arange(min(k, chunk, max(lengths)))
     held = (best < sizes[:, None]).flatten().nonzero().flatten()

@@ -86,41 +86,29 @@ def accumulate_(
 
 
 @kernel
-def accumulate_topk_(
-    grad: Flat, residual: Tensor, momentum: Tensor | None, rule: Accumulation, lengths: PerSegment, counts: PerSegment
-) -> Selected:
-    """`accumulate_`, then `topk` of the target."""
-    both = residual, momentum
-    return carry_topk_(grad, both, both, rule, lengths, counts)
-
-
-@kernel
 def carry_topk_(
-    grad: Flat, before: Memories, after: Memories, rule: Accumulation, lengths: PerSegment, counts: PerSegment
+    grad: Flat,
+    before: Memories,
+    after: Memories,
+    rule: Accumulation,
+    lengths: PerSegment,
+    counts: PerSegment,
+    subtract: int = 0,
 ) -> Selected:
-    """`accumulate_topk_` with memories that are read, residual and momentum, and others, or the same, to be written."""
+    """`accumulate_` from memories that are read to others, or the same, that are written; then `topk` of the target.
+
+    ``subtract``: 1 also takes what is selected off the residual, by `subtract_sent_` of values that are sent as they
+    are, and 2 masks the momentum, too.
+    """
     for old, new in zip(before, after, strict=True):
         if old is not None and new is not None and old is not new:
             new.copy_(old)
     nonfinite = accumulate_(grad, *after, rule)
     indices = topk(after[0], lengths, counts)
-    return Selected(indices, after[0][indices], nonfinite)
-
-
-@kernel
-def send_topk_(
-    grad: Flat,
-    before: Memories,
-    after: Memories,
-    mask: bool,
-    rule: Accumulation,
-    lengths: PerSegment,
-    counts: PerSegment,
-) -> Selected:
-    """`carry_topk_`, then `subtract_sent_` of values that are sent as they are; ``mask``: the momentum, too."""
-    found = carry_topk_(grad, before, after, rule, lengths, counts)
-    subtract_sent_(after[0], after[1] if mask else None, found.indices, found.values)
-    return found
+    values = after[0][indices]
+    if subtract:
+        subtract_sent_(after[0], after[1] if subtract > 1 else None, indices, values)
+    return Selected(indices, values, nonfinite)
 
 
 @kernel
@@ -176,15 +164,18 @@ def feedback_integer_(
 
 
 @kernel
-def merge_sign(messages: Tensor, error: Tensor | None, lengths: PerSegment, norm: bool) -> tuple[Tensor, Tensor | None]:
+def merge_sign(
+    messages: Tensor, error: Tensor | None, lengths: PerSegment, norm: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The server's part between two legs of `sign`: the mean of messages, uint8[ranks, bytes], plus an error, encoded.
 
-    Returns the message and, if there was an error, the new one.
+    Returns the message and, if there was an error, the new one: in new memory, or in ``out``, which may be where the
+    old one lies.
     """
     counts = torch.tensor(lengths, dtype=torch.int64, device=messages.device)
     mine = _mean([quantize.sign_decode(row, counts) for row in messages], error)
     data = quantize.sign_encode(mine, counts, norm)
-    return data, None if error is None else mine - quantize.sign_decode(data, counts)
+    return data, None if error is None else torch.sub(mine, quantize.sign_decode(data, counts), out=out)
 
 
 @kernel
@@ -211,14 +202,9 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
 
 
 @kernel
-def scatter_mean_(out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int) -> None:
-    """`scatter_mean` at the positions from ``start`` on, as many as ``out`` has, written there."""
-    n = out.numel()
-    total = values.new_zeros(n + 1)  # the last for all that lies elsewhere
-    places = torch.where((indices >= start) & (indices < start + n), indices - start, n)
-    for begin, stop in pairwise(bounds):
-        total.index_add_(0, places[begin:stop], values[begin:stop])
-    out.copy_(over(total[:n], world))
+def scatter_mean_(out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], world: int) -> None:
+    """`scatter_mean` of as many entries as ``out`` has, written there."""
+    out.copy_(scatter_mean(values, indices, bounds, out.numel(), world))
 
 
 def _mean(parts: list[Tensor], error: Tensor | None) -> Tensor:

@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradwire.core.segments import known, on
+from gradwire.core.graph_refs import cached_on_device
+from gradwire.core.segments import known
 
 
 def blocks(lengths: Tensor, block: int | None) -> Tensor:
@@ -39,7 +40,13 @@ def blocks_of(lengths: Tensor, block: int | None) -> Tensor:
     """
     if block is None or lengths.device.type == "cpu":
         return blocks(lengths, block)
-    return on(block_lengths(known(lengths), block), lengths.device)
+    return block_sizes(known(lengths), block, lengths.device)
+
+
+@cached_on_device(256)
+def block_sizes(lengths: tuple[int, ...], block: int | None, device: torch.device) -> Tensor:
+    """`blocks` on a device. A table may have a number for every few values, and is found by its few arguments."""
+    return blocks(torch.tensor(lengths, dtype=torch.int64), block).to(device)
 
 
 def num_blocks(lengths: tuple[int, ...], block: int | None) -> int:
@@ -50,6 +57,11 @@ def num_blocks(lengths: tuple[int, ...], block: int | None) -> int:
 def spread(numbers: Tensor, groups: Tensor, total: int | None = None) -> Tensor:
     """Each group's number, once for each of its values; with their ``total`` the host need not wait for the device."""
     return numbers.repeat_interleave(groups, output_size=total)
+
+
+def before(counts: Tensor) -> Tensor:
+    """How many all groups before each one have together: where it begins."""
+    return counts.cumsum(0) - counts
 
 
 def over(x: Tensor, count: int) -> Tensor:

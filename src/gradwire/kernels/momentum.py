@@ -11,15 +11,7 @@ from torch import Tensor
 
 from gradwire.core.layout import Flat, in_one_place
 from gradwire.kernels.dispatch import kernel
-from gradwire.kernels.fused import (
-    Accumulation,
-    Selected,
-    carry_topk_,
-    feedback_sign_,
-    merge_sign,
-    scatter_mean_,
-    send_topk_,
-)
+from gradwire.kernels.fused import Accumulation, Selected, carry_topk_, feedback_sign_, scatter_mean_
 from gradwire.kernels.quantize import sign_decode
 
 
@@ -83,19 +75,15 @@ def momentum_topk_(
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
 ) -> Selected:
-    """`next_momentum_`, then `carry_topk_` of it, from the first residual to the second; or `send_topk_`.
+    """`next_momentum_`, then `carry_topk_` of it, from the first residual to the second.
 
-    The next momentum goes to ``out``, or nowhere. ``subtract``: 1 takes what is selected off the residual, 2 also masks
-    the momentum. A version in one pass reads gradient, momentum, denominator and residual, and writes momentum and
-    residual: 24 bytes for each entry.
+    The next momentum goes to ``out``, or nowhere. ``subtract``: 2 masks this momentum. A version in one pass reads
+    gradient, momentum, denominator and residual, and writes momentum and residual: 24 bytes for each entry.
     """
     following = torch.empty_like(residuals[1]) if out is None else out
     nonfinite = next_momentum_(grad, momentum, following)
     before, after = ((residual, None) for residual in residuals)
-    budget = Accumulation(decay=decay), lengths, counts
-    if not subtract:
-        return carry_topk_(following, before, after, *budget)._replace(nonfinite=nonfinite)
-    found = send_topk_(following, before, after, False, *budget)
+    found = carry_topk_(following, before, after, Accumulation(decay=decay), lengths, counts, min(subtract, 1))
     if subtract > 1:
         following.index_fill_(0, found.indices, 0.0)
     return found._replace(nonfinite=nonfinite)
@@ -107,7 +95,7 @@ def scatter_product_(
 ) -> None:
     """`scatter_mean_` to ``out``, times ``factor``, of which only the entries at ``indices`` count."""
     dense = out if isinstance(out, Tensor) else torch.empty_like(factor)
-    scatter_mean_(dense, values, indices, bounds, 0, world)
+    scatter_mean_(dense, values, indices, bounds, world)
     # Where ranks sent the same entry, each writes the same there.
     dense.index_copy_(0, indices, dense[indices] * factor[indices])
     if dense is not out:
@@ -125,12 +113,3 @@ def sign_decode_times_(data: Tensor, lengths: Tensor, out: Tensor, factor: Tenso
         torch.mul(out, factor, out=product)
     else:
         product.copy_(out * factor)
-
-
-@kernel
-def merge_sign_into_(messages: Tensor, error: Tensor, lengths: tuple[int, ...], norm: bool, out: Tensor) -> Tensor:
-    """`merge_sign`, with the new error in ``out``, which may be the old one's place. Returns the message."""
-    data, left = merge_sign(messages, error, lengths, norm)
-    assert left is not None
-    out.copy_(left)
-    return data

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
+from gradwire.kernels.groups import before
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> Tensor:
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> Tensor:
     """Four words [4, ...] of each counter. All arithmetic is on int64 tensors that hold 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(10):
         # int64 products wrap, but their 64 bits are right; the mask undoes the arithmetic shift.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
@@ -65,13 +66,13 @@ def words_of_all(key: Key, names: tuple[str, ...], counts: Tensor) -> tuple[Tens
     keys = _keys(tuple(map(key.words, names)), counts.device).repeat_interleave(blocks, dim=0)
     block = ragged(blocks)
     drawn = philox((block & _MASK, block >> 32, *step_like(key, block)), (keys[:, 0], keys[:, 1]))
-    return drawn.T.reshape(-1), 4 * (blocks.cumsum(0) - blocks)
+    return drawn.T.reshape(-1), 4 * before(blocks)
 
 
 def ragged(counts: Tensor) -> Tensor:
     """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
-    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return torch.arange(before.numel(), device=counts.device) - before
+    start = before(counts).repeat_interleave(counts)
+    return torch.arange(start.numel(), device=counts.device) - start
 
 
 @cached_on_device(64)

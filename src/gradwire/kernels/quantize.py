@@ -45,9 +45,9 @@ def fp8_encode(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def fp8_decode(data: Tensor, groups: Tensor) -> Tensor:
-    head = 4 * groups.numel()
-    codes = data[head:].view(torch.float8_e4m3fn).float()
-    return codes * spread(from_bytes(data[:head], torch.float32), groups, codes.numel())
+    scales, body = scales_and_codes(data, groups.numel())
+    codes = body.view(torch.float8_e4m3fn).float()
+    return codes * spread(scales, groups, codes.numel())
 
 
 def twobit_encode(values: Tensor, groups: Tensor) -> Tensor:
@@ -64,9 +64,8 @@ def twobit_encode(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def twobit_decode(data: Tensor, groups: Tensor) -> Tensor:
-    head = 4 * groups.numel()
-    scales = spread(from_bytes(data[:head], torch.float32), groups)
-    codes = unpack(data[head:], 2, scales.numel())
+    scales, body = _spread_scales(data, groups)
+    codes = unpack(body, 2, scales.numel())
     levels = scales * torch.where(codes >= 2, *_TWO_BIT_LEVELS)
     return torch.where(codes % 2 == 1, levels, -levels)
 
@@ -84,9 +83,8 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
 @kernel
 def sign_decode(data: Tensor, lengths: Tensor, out: Flat | None = None) -> Tensor:
     """The values, in new memory or in ``out``."""
-    head = 4 * lengths.numel()
-    scales = spread(from_bytes(data[:head], torch.float32), lengths)
-    positive = unpack(data[head:], 1, scales.numel()) == 1
+    scales, body = _spread_scales(data, lengths)
+    positive = unpack(body, 1, scales.numel()) == 1
     return _into(out, torch.where(positive, scales, -scales))
 
 
@@ -100,10 +98,9 @@ def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
 
 @kernel
 def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
-    head = 8 * lengths.numel()
-    upper, lower = from_bytes(data[:head], torch.float32).view(2, -1)
-    above = unpack(data[head:], 1, int(lengths.sum())) == 1
-    return torch.where(above, spread(upper, lengths), spread(lower, lengths))
+    sides, body = scales_and_codes(data, 2 * lengths.numel())
+    upper, lower = (spread(side, lengths) for side in sides.view(2, -1))
+    return torch.where(unpack(body, 1, upper.numel()) == 1, upper, lower)
 
 
 @kernel
@@ -118,9 +115,8 @@ def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key:
 
 @kernel
 def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
-    head = 4 * lengths.numel()
-    scales = spread(from_bytes(data[:head], torch.float32), lengths)
-    return scales * (unpack_trits(data[head:], scales.numel()) - 1)
+    scales, body = _spread_scales(data, lengths)
+    return scales * (unpack_trits(body, scales.numel()) - 1)
 
 
 @kernel
@@ -144,12 +140,11 @@ def qsgd_decode(
 ) -> Tensor:
     """The values, in new memory or in ``out``."""
     buckets = blocks(lengths, bucket)
-    head = 4 * buckets.numel()
-    norms = from_bytes(data[:head], torch.float32).double()
+    norms, body = scales_and_codes(data, buckets.numel())
     if biased:
-        norms = norms / (1 + omega(buckets, levels))
-    scales = spread(norms.float(), buckets)
-    codes = unpack(data[head:], (2 * levels).bit_length(), scales.numel()) - levels
+        norms = (norms.double() / (1 + omega(buckets, levels))).float()
+    scales = spread(norms, buckets)
+    codes = unpack(body, (2 * levels).bit_length(), scales.numel()) - levels
     return _into(out, scales * over(codes, levels))
 
 
@@ -168,10 +163,9 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Flat | None = None) -> Tensor:
     """The values, in new memory or in ``out``."""
     cut = blocks(lengths, block)
-    head = 4 * cut.numel()
     levels = (1 << bits - 1) - 1
-    scales = spread(from_bytes(data[:head], torch.float32), cut)
-    q = unpack(data[head:], bits, scales.numel()) - levels
+    scales, body = _spread_scales(data, cut)
+    q = unpack(body, bits, scales.numel()) - levels
     return _into(out, scales * over(q, levels))
 
 
@@ -193,6 +187,17 @@ def natural_decode(data: Tensor, count: int) -> Tensor:
     codes = unpack(data, NATURAL_BITS, count)
     power = ((codes & 0xFF) << 23).view(torch.float32)
     return torch.where(codes > 0xFF, -power, power)
+
+
+def scales_and_codes(data: Tensor, scales: int) -> tuple[Tensor, Tensor]:
+    """The two parts of a message of so many scales."""
+    return from_bytes(data[: 4 * scales], torch.float32), data[4 * scales :]
+
+
+def _spread_scales(data: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """A message's scale for each value, and its codes."""
+    scales, codes = scales_and_codes(data, groups.numel())
+    return spread(scales, groups), codes
 
 
 def omega(lengths: Tensor, levels: int) -> Tensor:

@@ -58,16 +58,15 @@ class Found(NamedTuple):
 
 
 @kernel
-def rice_encode(indices: Tensor, n: int, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor]:
+def rice_encode(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Rising positions below n as codes, and how many bytes those take, without waiting for that number.
 
-    The codes start at byte ``before`` of a vector that has room for the longest codes, and for ``after`` bytes behind
-    them. All other bytes are zero.
+    There is room for the longest codes, and all bytes behind the codes are zero.
     """
     count = indices.numel()
     coded = encode_blocks(gaps_of(indices), width_of(n))
-    data = coded.new_zeros(before + most_bytes(count, n - count) + after)
-    data[before : before + coded.numel()] = coded
+    data = coded.new_zeros(most_bytes(count, n - count))
+    data[: coded.numel()] = coded
     return data, torch.tensor(coded.numel(), device=indices.device)
 
 

@@ -23,18 +23,8 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.payload import CorruptMessageError, as_bytes
+from gradwire.kernels import rice
 from gradwire.kernels.dispatch import kernel
-from gradwire.kernels.rice import (
-    decode_blocks,
-    encode_blocks,
-    find_bits,
-    gaps_of,
-    num_blocks,
-    pack_ragged,
-    set_bits,
-    unpack_ragged,
-    width_of,
-)
 
 _NUMBER = 4  # bytes
 
@@ -93,8 +83,8 @@ def encode_in_rows(indices: Tensor, runs: Runs) -> Tensor:
     return torch.cat(
         (
             *write_counts(counts, count),
-            set_bits(ones, int(ones[-1]) + 1),
-            pack_ragged(gaps & ((torch.ones_like(bits) << bits) - 1), bits),
+            rice.set_bits(ones, int(ones[-1]) + 1),
+            rice.pack_ragged(gaps & ((torch.ones_like(bits) << bits) - 1), bits),
         )
     )
 
@@ -114,7 +104,7 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
         raise CorruptMessageError(f"the rows do not have {count} positions together; the message was damaged")
     bits = _parameters(counts, rows.widths)
     most = int((counts + ((rows.widths - counts) >> bits) * (counts > 0)).sum())
-    ones = find_bits(data[start : start + (most + 7) // 8])[:count]
+    ones = rice.find_bits(data[start : start + (most + 7) // 8])[:count]
     widths = bits.repeat_interleave(counts)
     middle = start + (int(ones[-1]) + 8) // 8 if ones.numel() == count else data.numel() + 1
     stop = middle + (int(widths.sum()) + 7) // 8
@@ -122,19 +112,22 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
         raise CorruptMessageError(
             f"{count} positions need more than {data.numel()} bytes; the message was cut short or damaged"
         )
-    gaps = ((ones.diff(prepend=ones.new_full((1,), -1)) - 1) << widths) + unpack_ragged(data[middle:stop], widths)
+    gaps = ((ones.diff(prepend=ones.new_full((1,), -1)) - 1) << widths) + rice.unpack_ragged(data[middle:stop], widths)
     return _positions(gaps, counts, rows), stop
 
 
 def write_counts(counts: Tensor, count: int) -> tuple[Tensor, ...]:
     """How many positions each row has, all rows or only some being named, whichever is shorter."""
-    rows, some, width = counts.numel(), counts.nonzero().flatten(), width_of(count + 1)
+    rows, some, width = counts.numel(), counts.nonzero().flatten(), rice.width_of(count + 1)
     if some.numel() == rows:
-        return _number(rows, counts.device), encode_blocks(counts, width)
-    named = encode_blocks(gaps_of(some), width_of(rows)), encode_blocks(counts.index_select(0, some) - 1, width)
+        return _number(rows, counts.device), rice.encode_blocks(counts, width)
+    named = (
+        rice.encode_blocks(rice.gaps_of(some), rice.width_of(rows)),
+        rice.encode_blocks(counts.index_select(0, some) - 1, width),
+    )
     taken = sum(part.numel() for part in named)
-    if taken >= 2 * num_blocks(rows) + rows // 8:  # headers and a bit each: all rows take no less
-        whole = encode_blocks(counts, width)
+    if taken >= 2 * rice.num_blocks(rows) + rows // 8:  # headers and a bit each: all rows take no less
+        whole = rice.encode_blocks(counts, width)
         if whole.numel() <= taken:
             return _number(rows, counts.device), whole
     return _number(some.numel(), counts.device), *named
@@ -148,11 +141,11 @@ def read_counts(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
     if named > rows:
         raise CorruptMessageError(f"a message names {named} of {rows} rows; it was damaged")
     if named == rows:
-        counts, used = decode_blocks(data[start:], rows, width_of(count + 1))
+        counts, used = rice.decode_blocks(data[start:], rows, rice.width_of(count + 1))
         return counts, start + used
-    empty, used = decode_blocks(data[start:], named, width_of(rows))
+    empty, used = rice.decode_blocks(data[start:], named, rice.width_of(rows))
     start += used
-    counts, used = decode_blocks(data[start:], named, width_of(count + 1))
+    counts, used = rice.decode_blocks(data[start:], named, rice.width_of(count + 1))
     at = (empty + 1).cumsum(0) - 1
     if bool(((at < 0) | (at >= rows)).any()):  # corrupt numbers may wrap around
         raise CorruptMessageError(f"a message names a row behind the last of {rows}; it was damaged")

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments, on
 from gradwire.kernels.dispatch import kernel
+from gradwire.kernels.groups import before
 from gradwire.kernels.philox import ragged, words_of_all
 
 ROUNDS = 8
@@ -134,7 +135,7 @@ def scattered(
 ) -> Tensor:
     """The numbers of `permute` as rising positions in a buffer in which the units lie end to end."""
     device = sizes.device
-    starts = (sizes.cumsum(0) - sizes).repeat_interleave(on(counts, device), output_size=sum(counts))
+    starts = before(sizes).repeat_interleave(on(counts, device), output_size=sum(counts))
     return (permute(sizes, names, key, lengths, counts) + starts).sort().values
 
 

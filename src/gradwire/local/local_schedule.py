@@ -14,7 +14,7 @@ Spec:     local_schedule({0: sparseloco(H=1, keep=1.0), 1000: sparseloco(H=5, ra
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gradwire.core.registry import register
+from gradwire.core import register
 from gradwire.local.method import LocalMethod
 
 

@@ -12,7 +12,7 @@ from gradwire.codecs import Codec, Quantizer, codec
 from gradwire.core import check_argument, is_count, parse, registered
 from gradwire.engine import Method, Spec, method
 from gradwire.exchanges import AllGather, Exchange
-from gradwire.feedback import Feedback
+from gradwire.feedback import DecoupledMomentum, Feedback
 
 OuterFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
 Phase: TypeAlias = "Quantizer | Codec | None"
@@ -80,6 +80,8 @@ class LocalMethod:
         feedback, exchange = self.message.feedback, self.message.exchange
         if feedback.needs_denominator or self.message.gradient_steps:
             raise ValueError(f"{feedback} compresses an optimizer's momentum, not differences of weights; use residual")
+        if isinstance(feedback, DecoupledMomentum):
+            raise ValueError(f"{feedback} hands back signs, and a round needs the mean of differences; use residual")
         if "momentum" in feedback.memories and self.momentum:
             raise ValueError(f"{feedback} and the outer optimizer both have momentum; give one of them none")
         if self.keep and (tuple(feedback.memories) != ("residual",) or self.alpha or self.delay or self.fragments != 1):
@@ -100,8 +102,8 @@ class LocalMethod:
         for rounds in (self, *(rounds for _, rounds in self.later)):
             if rounds.delay or rounds.fragments != 1:
                 raise ValueError(
-                    f"rounds change when one of the whole model has ended, and these have delay={rounds.delay} and "
-                    f"fragments={rounds.fragments}; leave both out"
+                    f"rounds can change only between rounds of the whole model without a delay, and these have "
+                    f"delay={rounds.delay} and fragments={rounds.fragments}; leave both out"
                 )
             if rounds.message != self.message:
                 raise ValueError(f"all rounds send one kind of message; write {self.message} for all of them")
@@ -140,11 +142,24 @@ class LocalMethod:
 
     def after(self, steps: int) -> "LocalMethod":
         """The rounds that begin after so many inner steps."""
-        begun = [i for i, (first, _) in enumerate(self.later) if first <= steps]
-        if not begun:
+        return self.changed(sum(first <= steps for first, _ in self.later))
+
+    def changed(self, count: int) -> "LocalMethod":
+        """The rounds after so many changes of the schedule."""
+        if not count:
             return self
-        rounds, rest = self.later[begun[-1]][1], self.later[begun[-1] + 1 :]
+        rounds, rest = self.later[count - 1][1], self.later[count:]
         return replace(rounds, start=self.start, first=self.first, later=rest)
+
+    @property
+    def weighs_ranks(self) -> bool:
+        """Whether ranks may count by their steps. In a mean over senders, an entry of one rank would be scaled."""
+        return self.message.exchange != AllGather(mean="senders")
+
+    @property
+    def outer_step(self) -> tuple[float, float, bool]:
+        """What the optimizer of the outer weights is made of."""
+        return self.rate, self.momentum, self.nesterov
 
     def rounds_within(self, steps: int, begin: int | None = None) -> tuple[int, int]:
         """How many rounds end within so many inner steps, and after which step the last of them does.

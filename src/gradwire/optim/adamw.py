@@ -11,7 +11,7 @@ the variance and hands momentum over.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from gradwire.kernels.apply_momentum import Applied, Scalar, apply_momentum_
 
+_VARIANCES = ("exp_avg_sq", "max_exp_avg_sq")
+_SHORT = (torch.bfloat16, torch.float16)
 _torch_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks, which run around our own step
 
 
@@ -46,6 +48,7 @@ class AdamW(torch.optim.AdamW):
 
     frozen: FrozenVariance | None = None
     _known: "tuple[Mapping[nn.Parameter, Tensor], list[tuple[int, int]], list[_Frozen]] | None" = None
+    _widened: Sequence[nn.Parameter] = ()  # whose variances are float32, and their gradients are not
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters."""
@@ -68,6 +71,27 @@ class AdamW(torch.optim.AdamW):
             self.frozen.store_momentum()
         return super().state_dict()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would round a frozen variance to the format of its parameter."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = {p: state_dict["state"].get(number, {}) for number, p in zip(numbers, params, strict=True)}
+        self._widened = [p for p in params if p.dtype in _SHORT and _has_wide(saved[p])]
+        for p in self._widened:  # which the next step rounds after all, unless they are frozen
+            wide = {
+                name: saved[p][name].to(p.device, torch.float32, copy=True) for name in _VARIANCES if name in saved[p]
+            }
+            self.state[p].update(wide)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._known = None  # numbers of steps and formats are others
+
+    def direction(self, p: nn.Parameter) -> float:
+        """-1 where the loss is maximized: there, torch keeps the momentum of negative gradients."""
+        return -1.0 if self._group_of(p)["maximize"] else 1.0
+
     def denominator(self, p: nn.Parameter, floor: float = 0.0) -> Tensor:
         """The root of the variance, as torch's AdamW divides by it, but no less than a share of the tensor's mean.
 
@@ -87,33 +111,51 @@ class AdamW(torch.optim.AdamW):
     def _split(self) -> "list[_Frozen]":
         """By group: which parameters are frozen; empty where none is. It is kept until it changes."""
         found = self.frozen.denominators() if self.frozen is not None else {}
-        if not found:
-            return []
-        groups = [group["params"] for group in self.param_groups]
-        known = self._known
-        if known is None or known[0] is not found or [(id(x), len(x)) for x in groups] != known[1]:
-            parts = [_Frozen.of(params, found) for params in groups]
-            self._known = known = found, [(id(x), len(x)) for x in groups], parts
+        groups = [group["params"] for group in self.param_groups] if found else []
+        known, shape = self._known, [(id(x), len(x)) for x in groups]
+        if known is None or known[0] is not found or shape != known[1]:
+            self._widen(found)
+            parts = [_Frozen.of(params, found, self.state) for params in groups]
+            self._known = known = found, shape, parts
         return known[2]
+
+    def _widen(self, frozen: Iterable[nn.Parameter]) -> None:
+        """Keep frozen variances in float32: in 16 bits, a product with a factor near 1 would be rounded away."""
+        before, self._widened = self._widened, [p for p in frozen if p.dtype in _SHORT]
+        for p in self._widened:
+            self._convert(p, torch.float32)
+        for p in set(before).difference(frozen):  # torch's step wants the format of the gradient
+            self._convert(p, p.dtype)
+
+    def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
+        state = self.state[p]
+        state.update({name: state[name].to(dtype) for name in _VARIANCES if name in state})
 
     @torch.no_grad()
     def _apply_momentum(self, frozen: "Sequence[_Frozen]") -> None:
         scale = getattr(self, "grad_scale", None)  # a fused optimizer leaves unscaling to its step
-        for group, (params, _, denominators) in zip(self.param_groups, frozen, strict=True):
-            pairs = [(p, p.grad, d) for p, d in zip(params, denominators, strict=True) if p.grad is not None]
-            if not pairs:
-                continue
-            states = [self.state[p] for p, _, _ in pairs]
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
-            grads = [grad for _, grad, _ in pairs]
-            if scale is not None:
-                grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
-            names = [name for name in ("exp_avg_sq", "max_exp_avg_sq") if name in states[0]]
-            variances = [state[name] for state in states for name in names]
-            parts = Applied([p for p, _, _ in pairs], grads, [d for _, _, d in pairs], variances)
-            shrink = 1 - float(group["lr"]) * group["weight_decay"]
-            apply_momentum_(pairs[0][0], parts, shrink, *_factors(steps[0], group))
+        for group, part in zip(self.param_groups, frozen, strict=True):
+            for params in part.params:
+                pairs = [(p, p.grad, part.denominators[p]) for p in params if p.grad is not None]
+                if pairs:
+                    self._apply(group, pairs, scale)
+                if 0 < len(pairs) < len(params):
+                    self._known = None  # the numbers of steps differ from now on
+
+    def _apply(
+        self, group: dict[str, Any], pairs: "Sequence[tuple[nn.Parameter, Tensor, Tensor]]", scale: Tensor | None
+    ) -> None:
+        """Step parameters of a group that have stepped as often: each with its momentum and its denominators."""
+        params, grads, denominators = map(list, zip(*pairs, strict=True))
+        states = [self.state[p] for p in params]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        if scale is not None:
+            grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
+        variances = [state[name] for state in states for name in _VARIANCES if name in states[0]]
+        parts = Applied(params, grads, denominators, variances)
+        shrink = 1 - float(group["lr"]) * group["weight_decay"]
+        apply_momentum_(params[0], parts, shrink, *_factors(steps[0], group))
 
     def _overflown(self) -> bool:
         """Whether a GradScaler found that this step must be left out."""
@@ -124,17 +166,29 @@ class AdamW(torch.optim.AdamW):
         return next(group for group in self.param_groups if any(p is other for other in group["params"]))
 
 
-class _Frozen(NamedTuple):
-    """The parameters of a group whose gradients are momentum, all others, and the denominators of the first."""
+def _has_wide(state: Mapping[str, Any]) -> bool:
+    return any(state[name].dtype == torch.float32 for name in _VARIANCES if name in state)
 
-    params: list[nn.Parameter]
+
+class _Frozen(NamedTuple):
+    """The parameters of a group whose gradients are momentum, by the number of their steps, and all others."""
+
+    params: list[list[nn.Parameter]]
     others: list[nn.Parameter]
-    denominators: list[Tensor]
+    denominators: Mapping[nn.Parameter, Tensor]
 
     @classmethod
-    def of(cls, params: Sequence[nn.Parameter], denominators: Mapping[nn.Parameter, Tensor]) -> "_Frozen":
-        mine = [p for p in params if p in denominators]
-        return cls(mine, [p for p in params if p not in denominators], [denominators[p] for p in mine])
+    def of(
+        cls,
+        params: Sequence[nn.Parameter],
+        denominators: Mapping[nn.Parameter, Tensor],
+        states: Mapping[Tensor, dict[str, Any]],
+    ) -> "_Frozen":
+        by_step: dict[float, list[nn.Parameter]] = {}
+        for p in params:
+            if p in denominators:
+                by_step.setdefault(float(states[p]["step"]), []).append(p)
+        return cls(list(by_step.values()), [p for p in params if p not in denominators], denominators)
 
 
 @contextmanager

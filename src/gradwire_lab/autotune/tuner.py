@@ -8,7 +8,7 @@ hook unless there was one before.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import Enum
 from statistics import median
@@ -27,9 +27,10 @@ from gradwire_lab.autotune.wire_costs import StepTimes, WireCosts
 from gradwire_lab.perf_model.advice import ENOUGH
 from gradwire_lab.perf_model.candidates import automatic
 from gradwire_lab.perf_model.cluster import require_steady
-from gradwire_lab.perf_model.local_steps import TOO_SLOW, LocalAdvice, local_steps
+from gradwire_lab.perf_model.local_steps import LocalAdvice, to_take
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.timing import now, slowest
+from gradwire_lab.perf_model.training_time import STEPS
 
 T = TypeVar("T")
 WARMUP = 3  # steps that do not count: DDP rebuilds its buckets, kernels compile
@@ -73,7 +74,7 @@ class AutoTuner:
         self._halves = False
         self._steps = 0
         self._dense_seconds = self._seconds = self._compute = 0.0
-        self._rounds: LocalAdvice | None = None
+        self._rounds: Sequence[LocalAdvice] = ()
         self._measured: list[StepTimes] = []
         self._last: float | None = None
         self._stage, self._wanted = TuningStage.DENSE, WARMUP + MEASURED
@@ -101,12 +102,13 @@ class AutoTuner:
 
     def _local_steps(self) -> str:
         """What to do where a step waits for the link in whatever way it is sent."""
-        if not self.decided or self._rounds is None or self._seconds <= (1 + TOO_SLOW) * self._compute:
+        rounds = to_take(self._rounds, STEPS * self._seconds)
+        if not self.decided or rounds is None:
             return ""
-        times = self._seconds / self._compute
+        times, gain = self._seconds / self._compute, STEPS * self._seconds / rounds.total_seconds
         return (
-            f"auto: a step still takes {times:.3g} times its computing; take local steps, H = {self._rounds.H}, "
-            f"{self._rounds.loss or 'at a loss that is not known'}: {self._rounds.call}"
+            f"auto: a step still takes {times:.3g} times its computing; with local steps, H = {rounds.lengths}, "
+            f"{STEPS:,} steps are {gain:.2g} times faster, with {rounds.loss_text}: {rounds.call}"
         )
 
     def note(self) -> str:
@@ -171,7 +173,7 @@ class AutoTuner:
         costs = self._costs()
         self._halves = dense.exposed > 2 * (1 - ENOUGH) * dense.period and len(costs.model.dense) > 1
         calibration, cluster = costs.free_coding(dense), costs.cluster(dense)
-        self._rounds = local_steps(calibration, cluster, costs.predict, "AdamW" if self.wire.adaptive else "SGD")
+        self._rounds = costs.local_choices(calibration, cluster, dense.period)
         promising = costs.promising(calibration, cluster, ENOUGH * dense.period)
         if not promising:
             self._halve(f"no way to compress would beat {_ms(dense.period)} a step, even if it cost nothing")
@@ -180,7 +182,8 @@ class AutoTuner:
         if choice.spec in DENSE or choice.seconds > ENOUGH * dense.period:
             self._halve(f"no way to compress is surely faster than {_ms(dense.period)} a step")
             return
-        self._try(choice.spec, f"on trial: {_ms(choice.seconds)} a step expected, {_ms(dense.period)} dense")
+        expected = f"{_ms(choice.seconds)} a step expected, {_ms(dense.period)} dense"
+        self._try(choice.spec, f"on trial: {expected}; {costs.evidence(choice.spec)}")
 
     def _costs(self) -> WireCosts:
         ddp_reduces = self._ddp is not None and self._hook is None

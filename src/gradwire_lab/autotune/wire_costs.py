@@ -11,17 +11,18 @@ from gradwire.comm.alphabeta import seconds as collective_seconds
 from gradwire.comm.host_layout import launcher_place
 from gradwire.comm.rates import LinkSpec
 from gradwire.integrations.wire import Wire
-from gradwire_lab.perf_model.accuracy_records import free_of_losses
+from gradwire_lab.perf_model.accuracy_records import free_of_losses, in_words, records_of
 from gradwire_lab.perf_model.advice import advise
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost
 from gradwire_lab.perf_model.candidates import automatic
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import Prediction, predict
-from gradwire_lab.perf_model.local_steps import MESSAGES
+from gradwire_lab.perf_model.local_steps import MESSAGES, LocalAdvice, local_choices, to_take
 from gradwire_lab.perf_model.microbenchmark import time_coding
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.probe import delay_of, fitting
 from gradwire_lab.perf_model.timing import cores_per_thread, slowest
+from gradwire_lab.perf_model.training_time import STEPS
 
 MOST_MEASURED = 4  # candidates whose coding is worth a pause
 
@@ -61,8 +62,18 @@ class WireCosts:
         """What may be tried: nothing that lost accuracy, or that the optimizer would suffer from."""
         found = automatic(bool(self.wire.adaptive))
         for name in self.wire.adaptive or {"SGD"}:
-            found = free_of_losses(found, name)
+            found = free_of_losses(found, name, self.model.kind)
         return found
+
+    @property
+    def optimizer(self) -> str:
+        """Whose trainings tell: Muon's, beside which another one steps what is no matrix; SGD's where none adapts."""
+        return max(sorted(self.wire.adaptive), key="Muon".__eq__, default="SGD")
+
+    def evidence(self, spec: str) -> str:
+        """Which trainings say that a spec may be tried."""
+        records = records_of(spec, self.optimizer, self.model.kind)
+        return f"accuracy by {in_words(records)}" if records else "never trained"
 
     def free_coding(self, dense: StepTimes) -> Calibration:
         """A calibration by dense steps, as if coding cost nothing."""
@@ -96,6 +107,13 @@ class WireCosts:
         ways = [self.predict(calibration, spec, cluster) for spec in self.specs]
         fast = sorted((way for way in ways if way.seconds < limit_seconds), key=lambda way: way.seconds)
         return [way.spec for way in fast[:MOST_MEASURED]]
+
+    def local_choices(self, calibration: Calibration, cluster: Cluster, period: float) -> Sequence[LocalAdvice]:
+        """Local steps that were trained; none, if they would not pay against such steps even with free coding."""
+        free = local_choices(calibration, cluster, self.predict, self.optimizer) or ()
+        if to_take(free, STEPS * period) is None:
+            return ()
+        return local_choices(self.with_coding(calibration, MESSAGES), cluster, self.predict, self.optimizer) or ()
 
     def with_coding(self, calibration: Calibration, specs: Sequence[str]) -> Calibration:
         """The calibration with the coding costs of these specs, measured here."""

@@ -108,7 +108,7 @@ def _draw(inputs: KernelInputs) -> Case:
 def _scatter_mean_there(inputs: KernelInputs) -> Case:
     """Into a vector that is there, where gradients lie."""
     out = torch.empty(inputs.n, device=inputs.device)
-    return Case(4.0, lambda: fused.scatter_mean_(out, *inputs.messages, 0, WORLD))
+    return Case(4.0, lambda: fused.scatter_mean_(out, *inputs.messages, WORLD))
 
 
 def _rice(inputs: KernelInputs, decoding: bool) -> Case:

@@ -56,7 +56,7 @@ def _select(
     def step() -> None:
         nonlocal turn, old, new
         turn += 1
-        fused.send_topk_(grads[turn % len(grads)], old, new, True, _RULE, inputs.lengths, counts)
+        fused.carry_topk_(grads[turn % len(grads)], old, new, _RULE, inputs.lengths, counts, 2)
         old, new = new, old
 
     return Case(needed, step)

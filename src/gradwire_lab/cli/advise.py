@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,39 +17,25 @@ from gradwire.comm.rates import LinkSpec
 from gradwire.engine import method
 from gradwire_lab.bench.network import calibrate, calibration_cache, devices, workloads
 from gradwire_lab.bench.network.workloads import Workload
-from gradwire_lab.cli.advice_text import (
-    advice_table,
-    as_object,
-    call,
-    local_table,
-    not_trained,
-    start_text,
-    verdict,
-    why_local,
-)
+from gradwire_lab.cli.advice_text import advice_table, as_object, call, verdict
+from gradwire_lab.cli.local_text import local_table, not_trained, phases_text, why_local
 from gradwire_lab.cli.options import AsJson
 from gradwire_lab.cli.output import refusing, show
 from gradwire_lab.cli.plan import facts_and_steps
 from gradwire_lab.launch import RankError, join_group
 from gradwire_lab.launcher_env import LauncherRank, launcher_rank
 from gradwire_lab.perf_model.accuracy_records import free_of_losses, is_adaptive, optimizer_name
-from gradwire_lab.perf_model.advice import Advice, break_even
+from gradwire_lab.perf_model.advice import Advice, Predict, RateRange, break_even
 from gradwire_lab.perf_model.advice import advise as weigh
 from gradwire_lab.perf_model.calibration import Calibration, load
 from gradwire_lab.perf_model.calibration import save as write
 from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments, suits_adaptive, weighed
 from gradwire_lab.perf_model.cluster import Cluster
-from gradwire_lab.perf_model.costs import Prediction, predict
-from gradwire_lab.perf_model.local_steps import (
-    MESSAGES,
-    START,
-    TOO_SLOW,
-    LocalAdvice,
-    local_choices,
-    trained_with,
-)
+from gradwire_lab.perf_model.costs import predict
+from gradwire_lab.perf_model.local_steps import MESSAGES, TOO_SLOW, LocalComparison, local_comparison, trainings
 from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.probe import probe, timeout_message
+from gradwire_lab.perf_model.training_time import STEPS, SingleSteps, single_steps
 from gradwire_lab.train.data import load as load_data
 from gradwire_lab.train.data.images import ImageTask
 from gradwire_lab.train.loading import batch_of
@@ -99,8 +85,9 @@ def advise(
         str, typer.Option(help="The device: cpu, cuda (the GPUs in turn), cuda:1; by default the model's.")
     ] = "",
     max_loss: Annotated[
-        float, typer.Option(min=0, help="Percent by which local steps may lose more than dense training.")
-    ] = 2.0,
+        float,
+        typer.Option(min=0, help="Percent that a spec or local steps may have lost against dense training."),
+    ] = 1.0,
     overlap: Annotated[bool, typer.Option(help="Send messages during the backward pass, as under DDP.")] = True,
     probe_timeout: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
     patience: Annotated[float | None, typer.Option(hidden=True)] = None,
@@ -108,8 +95,8 @@ def advise(
 ) -> None:
     """Predict whether compression pays, which spec to take, and what to expect of it.
 
-    Specs that lost more than a percent in the project's own trainings, or that were not tested there, are shown, but
-    taken only if --specs names them.
+    Specs that lost more than --max-loss in the project's own trainings, or that were not tested there, are shown, but
+    taken only if --specs names them. Local steps that lost more are named where nothing else suits the link.
     Computing and compressing are measured here, on the processors of this machine or with --device cuda on its GPUs,
     in the format of --dtype. --link gives the link. Without it, start this by torchrun on all hosts: a short probe
     between the ranks then measures the link, and there are as many workers as ranks.
@@ -126,63 +113,68 @@ def advise(
         if where is not None and where.rank:  # rank 0 prints
             return
         sharers = sharing or (cluster.per_host if where is None else where.local_world)
-        measured = tuple(dict.fromkeys((*asked, *MESSAGES) if asked else (*CANDIDATES, *PRESETS)))
-        wanted = Wanted(recipes, model, measured, device, dtype)
-        if dtype:
-            ModelProfile({}, dtype=dtype)  # or an error that names those there are
-        found = _figures(wanted, cluster, sharers, fresh) if calibration is None else load(calibration)
-        found = replace(found, model=replace(found.model, dtype=dtype or found.model.dtype))
+        measured = tuple(dict.fromkeys((*asked, *MESSAGES) if asked else (*CANDIDATES, *PRESETS, *MESSAGES)))
+        found = _calibration(Wanted(recipes, model, measured, device, dtype), cluster, sharers, fresh, calibration)
         for spec in asked:
             found.cost(spec, cluster.workers)  # or an error that names what was calibrated
         if save is not None:
             write(found, save)
         predictor = partial(predict, overlaps=overlap, across=cluster.per_host > 1)
         named = resolve(recipes or ["digits"]).optimizer.name if recipes or not model else "sgd"
-        stepped_by = optimizer_name(optimizer or named)
-        chosen = asked or weighed(stepped_by, across=cluster.per_host > 1)
-        fitting = [spec for spec in CANDIDATES if suits_adaptive(spec) or not is_adaptive(stepped_by)]
-        barred = () if asked else tuple({*chosen} - {*free_of_losses(fitting, stepped_by)})
-        advice = replace(weigh(found, cluster, chosen, predictor, barred=barred), optimizer=stepped_by)
-        rounds = local_choices(found, cluster, predictor, max_loss / 100, stepped_by)
+        advice, barred = _weigh(found, cluster, asked, optimizer_name(optimizer or named), max_loss / 100, predictor)
+        single = single_steps(found, cluster, advice.choice, advice.optimizer, predictor)
+        rounds = local_comparison(found, cluster, single, predictor, advice.max_loss)
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     limit = way.spec, break_even(found, cluster, way.spec, predictor)
     if as_json:
         typer.echo(json.dumps(as_object(found, cluster, advice, limit, rounds)))
         return
-    too_slow = advice.choice.split.exposed > TOO_SLOW * found.compute
-    better = too_slow and rounds is not None and rounds[1] is not None
-    show(advice_table(found, cluster, advice, barred), Text(verdict(found, advice, limit, better)), width=160)
-    if advice.compresses:
-        typer.echo(call(advice.choice, cluster))
-    if too_slow and not trained_with(stepped_by):
-        show(*map(Text, filter(None, [not_trained(advice, found.compute)])), width=160)
-    elif too_slow and rounds is not None:
-        first = predictor(found, START, cluster) if START in found.costs else None
-        _show_local(advice, found.compute, rounds, first, max_loss / 100)
+    _show_advice(found, cluster, advice, barred, limit, single, rounds)
     if calibration_cache.NOT_KEPT in found.note:
         show(Text(calibration_cache.REPEAT), width=160)
     if not (optimizer or recipes) and model:
         typer.echo("\nThe optimizer is taken to be SGD. Give --optimizer if it is not.")
 
 
-def _show_local(
+def _weigh(
+    found: Calibration, cluster: Cluster, asked: Sequence[str], optimizer: str, max_loss: float, predictor: Predict
+) -> tuple[Advice, Sequence[str]]:
+    """Advice, and what it may not take: none of what the person asks about, else what lost too much, or may have."""
+    chosen = asked or weighed(optimizer, across=cluster.per_host > 1)
+    fitting = [spec for spec in CANDIDATES if suits_adaptive(spec) or not is_adaptive(optimizer)]
+    taken = free_of_losses(fitting, optimizer, found.model.kind, max_loss)
+    barred = () if asked else tuple({*chosen} - {*taken})
+    advice = weigh(found, cluster, chosen, predictor, barred=barred)
+    return replace(advice, optimizer=optimizer, max_loss=max_loss), barred
+
+
+def _show_advice(
+    found: Calibration,
+    cluster: Cluster,
     advice: Advice,
-    compute: float,
-    rounds: tuple[list[LocalAdvice], LocalAdvice | None],
-    first: Prediction | None,
-    max_loss: float,
+    barred: Sequence[str],
+    limit: tuple[str, RateRange | None],
+    single: SingleSteps,
+    rounds: LocalComparison | None,
 ) -> None:
-    """Local steps: why, which there are, and what to write; ``first`` is a step of the start."""
-    taken = rounds[1]
-    show(
-        Text(why_local(advice, compute, *rounds, max_loss)),
-        local_table(compute, advice.optimizer, *rounds),
-        width=160,
-    )
-    if taken is not None:
-        if first is not None:
-            show(Text(start_text(first, taken)), width=160)
-        typer.echo(f"outer = {taken.call}")
+    """What was weighed and what to take, then local steps where every single step is slow."""
+    too_slow = single.total_seconds > (1 + TOO_SLOW) * STEPS * found.compute
+    better = rounds is not None and rounds.chosen is not None
+    show(advice_table(found, cluster, advice, barred), Text(verdict(found, advice, limit, better)), width=160)
+    if advice.compresses:
+        typer.echo(call(advice.choice, cluster))
+    if too_slow and not trainings(advice.optimizer):
+        show(*map(Text, filter(None, [not_trained(advice, found.compute)])), width=160)
+    elif too_slow and rounds is not None:
+        _show_local(found, rounds)
+
+
+def _show_local(found: Calibration, rounds: LocalComparison) -> None:
+    """Local steps: why, which there are, and what to write."""
+    show(Text(why_local(found, rounds)), local_table(found, rounds), width=160)
+    if rounds.chosen is not None:
+        show(Text(phases_text(rounds.chosen)), width=160)
+        typer.echo(f"outer = {rounds.chosen.call}")
 
 
 def _cluster(
@@ -237,6 +229,14 @@ class Wanted(NamedTuple):
     specs: tuple[str, ...]
     device: str
     dtype: str
+
+
+def _calibration(wanted: Wanted, cluster: Cluster, sharers: int, fresh: bool, saved: Path | None) -> Calibration:
+    """Of a file, from the cache, or measured; in the format that is wanted."""
+    if wanted.dtype:
+        ModelProfile({}, dtype=wanted.dtype)  # or an error that names those there are
+    found = _figures(wanted, cluster, sharers, fresh) if saved is None else load(saved)
+    return replace(found, model=replace(found.model, dtype=wanted.dtype or found.model.dtype))
 
 
 def _figures(wanted: Wanted, cluster: Cluster, sharers: int, fresh: bool) -> Calibration:

@@ -16,6 +16,7 @@ from gradwire_lab.bench.network import grid, methods, prediction_error, results_
 from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
 from gradwire_lab.cli.options import AsJson
 from gradwire_lab.cli.output import ResultRows, check_picture, make_table, refusing, show
+from gradwire_lab.launch import RankError
 from gradwire_lab.network.namespaces import HostsUnavailableError, lacking, need
 from gradwire_lab.train.record import append_line
 from gradwire_lab.train.time_left import TimeLeft
@@ -172,7 +173,7 @@ def forecast(
 
     The command calibrates first, so run nothing else meanwhile.
     """
-    with refusing("bench forecast", ValueError, HostsUnavailableError):
+    with refusing("bench forecast", ValueError, HostsUnavailableError, RankError):
         rows = grid.read(results)
         if not rows:
             raise ValueError(f"{results} holds no results; make some with `gradwire bench network --out {results}`")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gradwire_lab.cli.fitted_table import FittedTable
 from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model, Overrides, Processes, RecipeNames
-from gradwire_lab.cli.output import refuse, refusing, show
+from gradwire_lab.cli.output import check_folder, refuse, refusing, show
 from gradwire_lab.report.load import finished
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.slug import USUAL, run_title
@@ -78,7 +78,11 @@ def compare(
     typed = f"gradwire {shlex.join(sys.argv[1:])}"
     settings = [*(overrides or ()), *([f"train.workers={world}"] if world else [])]
     settings += [f"model.name={model}"] if model else []
+    table = results or runs / f"{'-'.join(filter(None, (name, suffix)))}-results.md"
     with refusing("compare", ValueError):
+        if not runs.is_dir():  # one that may only be read will do where all cells are finished
+            check_folder("--runs", runs)
+        check_folder("--results", table.parent)
         asked = arms(specs)
         files = _check(recipes, asked, settings, allow_code)
         made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix, files, name)
@@ -94,7 +98,7 @@ def compare(
     task = outcome(made)
     if task is not None:
         show(_table(task), *_words(task), width=160)
-        _write(task, made, progress, results or runs / f"{'-'.join(filter(None, (name, suffix)))}-results.md")
+        _write(task, made, progress, table)
     _close(progress)
 
 

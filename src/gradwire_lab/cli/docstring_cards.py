@@ -57,6 +57,8 @@ class Card:
         examples: Specs.
         parts: The labeled paragraphs of the module's card, as lists of lines; empty for presets.
         module: Where it lives.
+        about: The rest of a preset's docstring.
+        arguments: Of a whole method, with their defaults.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Card:
     examples: tuple[str, ...]
     module: str
     parts: dict[str, list[str]] = field(default_factory=dict)
+    about: str = ""
+    arguments: str = ""
 
     def line(self, label: str) -> str:
         """A paragraph on one line; empty where the card lacks it."""
@@ -112,9 +116,17 @@ def alone() -> list[tuple[str, str]]:
 
 def _card(name: str, kind: str, make: Callable[..., object]) -> Card:
     examples = getattr(make, "examples", ()) or _PRESETS.get(name, ()) or _bare(name, make)
-    title = (inspect.getdoc(make) or "").partition("\n\n")[0].replace("\n", " ")
-    parts = {} if kind == "preset" else _parts(card_of(make))
-    return Card(name, kind, title, tuple(examples), make.__module__, parts)
+    title, _, rest = (inspect.getdoc(make) or "").partition("\n\n")
+    title, is_preset = title.replace("\n", " "), kind == "preset"
+    parts, about = ({}, rest.partition("Args:")[0]) if is_preset else (_parts(card_of(make)), "")
+    arguments = _arguments(make) if kind in ("preset", "local") else ""
+    return Card(name, kind, title, tuple(examples), make.__module__, parts, " ".join(about.split()), arguments)
+
+
+def _arguments(make: Callable[..., object]) -> str:
+    """Names and defaults, as a spec has them."""
+    given = inspect.signature(make).parameters.values()
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given)
 
 
 def _bare(name: str, make: Callable[..., object]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import re
 from importlib import resources
+from keyword import iskeyword
 from pathlib import Path
 
 import typer
@@ -42,6 +43,8 @@ def _write(kind: str, name: str, folder: Path, shown: str) -> None:
         path = folder / f"{name}.py"
         if not re.fullmatch(r"[a-z]\w*", name):
             raise ValueError(f"{name!r} may not stand in a spec; write small letters, digits and underscores")
+        if iskeyword(_class_name(name)):
+            raise ValueError(f"{_class_name(name)} is a word of Python and no name of a class; pick another name")
         if name in registered():
             raise ValueError(f"the name {name!r} is taken already; pick another name")
         if path.exists():
@@ -56,7 +59,11 @@ def _write(kind: str, name: str, folder: Path, shown: str) -> None:
 def file_text(kind: str, name: str) -> str:
     """The file of a codec, selector, transform, exchange or feedback of this name."""
     text = (resources.files("gradwire_lab.cli") / f"new_{kind}.txt").read_text(encoding="utf-8")
-    words = {"@name@": name, "@Title@": name.capitalize(), "@Class@": name.title().replace("_", "")}
+    words = {"@name@": name, "@Title@": name.capitalize(), "@Class@": _class_name(name)}
     for mark, word in words.items():
         text = text.replace(mark, word)
     return text
+
+
+def _class_name(name: str) -> str:
+    return name.title().replace("_", "")

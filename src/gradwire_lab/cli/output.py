@@ -1,6 +1,7 @@
 """Output: the tables and refusals that all commands share."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,3 +121,16 @@ def check_picture(path: Path | None) -> None:
         raise ValueError(f"a picture is a PNG or an SVG, but {path} is not; name it {path.stem or 'picture'}.png")
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for the picture; make it first")
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Check before hours of training that files can be written into a folder, which need not be there yet.
+
+    Raises:
+        ValueError: It cannot be made.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{option} needs the folder {folder}, but {nearest} is a file; name another place")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"{option} needs the folder {folder}, but {nearest} may not be written to; name another place")

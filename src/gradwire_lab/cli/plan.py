@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Iterator
 from importlib import resources
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,15 +13,14 @@ from rich.text import Text
 
 from gradwire.codecs import codec as as_codec
 from gradwire.core.segments import Segments
-from gradwire.engine import Plan, build, default_rules
+from gradwire.engine import build, default_rules
 from gradwire.gossip import SGP, Centralized, Choco, Node, PowerGossip, auto_gamma
 from gradwire.gossip.message import HEADER
 from gradwire.integrations.auto import AUTO
 from gradwire.integrations.optimizer_warning import why_starved
-from gradwire.local import LocalMethod, local_method
 from gradwire_lab.cli.fitted_table import FittedTable
-from gradwire_lab.cli.output import make_table
-from gradwire_lab.report.numbers import in_bytes
+from gradwire_lab.cli.plan_local import local_parts
+from gradwire_lab.cli.plan_tables import bytes_table, lanes_table
 from gradwire_lab.train.compression import arguments, method_of
 from gradwire_lab.train.data import Task, TextTask, load
 from gradwire_lab.train.gossip_workers import gossip_method_of, nodes
@@ -33,7 +31,6 @@ from gradwire_lab.train.optimizers import apply_regime
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import Schedule, scale_of
-from gradwire_lab.train.traffic_forecast import forecast, stages, total
 
 
 def parts(recipe: Recipe, world: int) -> Iterator[RenderableType | FittedTable]:
@@ -59,7 +56,7 @@ def parts(recipe: Recipe, world: int) -> Iterator[RenderableType | FittedTable]:
         return
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if recipe.local.spec:
-        yield from _local(recipe, shapes, world, last)
+        yield from local_parts(recipe, shapes, world, last)
         return
     ramp = round(recipe.sync.ramp * steps)
     rules = (*arguments(recipe, ramp)["rules"], *default_rules(method_of(recipe, ramp), **recipe.sync.layout))
@@ -70,7 +67,8 @@ def parts(recipe: Recipe, world: int) -> Iterator[RenderableType | FittedTable]:
     made = build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20))
     if recipe.optimizer.name == "adamw" and (why := why_starved(made, "AdamW")):
         yield Text(f"{why} Use int8, int4 or onebit_adam")
-    yield from _tables(made, last)
+    yield lanes_table(made, last)
+    yield bytes_table(made, last)
 
 
 def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:
@@ -91,34 +89,6 @@ def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:
     return ", ".join(filter(None, (f"{plan.name}, learning rate {plan.lr:g}{grown} ({shape})", *parts)))
 
 
-def _local(
-    recipe: Recipe, shapes: dict[str, tuple[int, ...]], world: int, last: int
-) -> Iterator[RenderableType | FittedTable]:
-    """The message of a round, and how many of them there are."""
-    rounds = local_method(recipe.local.spec, **recipe.local.message)
-    rules = default_rules(rounds.message, **recipe.local.layout)
-    count, end = rounds.rounds_within(last)
-    yield Text(f"{rounds}: {min(last, rounds.start):,} steps of the start, then {count:,} rounds, each of which sends")
-    if last > max(end, rounds.start):
-        yield Text(f"the last {last - end} steps are of a round that does not end: they change no outer weights")
-    yield from _tables(build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20)), count)
-    yield Text(_local_memory(rounds, sum(map(math.prod, shapes.values()))))
-
-
-def _local_memory(rounds: LocalMethod, parameters: int) -> str:
-    """What a worker holds beside its model and inner optimizer, in float32."""
-    vector, phases = 4 * parameters, (rounds, *(chosen for _, chosen in rounds.later))
-    has_momentum = any(one.momentum for one in phases)
-    outer, errors = vector * (1 + has_momentum), vector * len(rounds.message.feedback.memories)
-    momentum = " with momentum" if has_momentum else ""
-    error = f", errors {in_bytes(errors)}" if errors else ""
-    error += f", what is kept of them {in_bytes(vector)}" if any(one.keep for one in phases) else ""
-    return (
-        f"memory of a worker: outer weights{momentum} {in_bytes(outer)}, on the host with outer_device='cpu'{error}; "
-        f"during a round differences {in_bytes(vector)}{', and the errors of before' if errors else ''}"
-    )
-
-
 def facts_and_steps(recipe: Recipe, world: int) -> tuple[dict[str, Any], int]:
     """What the model must know of the data, and the steps of an epoch; official data need not be here for that."""
     try:
@@ -137,47 +107,6 @@ def facts_and_steps(recipe: Recipe, world: int) -> tuple[dict[str, Any], int]:
         model = build_model(recipe.model.name, recipe.model.options, task.facts)
     place = RankInfo(world, (0,), torch.device("cpu"))
     return dict(task.facts), loader_of(recipe, task, model, place).steps
-
-
-def _tables(made: Plan, last: int) -> Iterator[Table | FittedTable]:
-    yield _lanes(made, last)
-    yield _bytes(made, last)
-
-
-def _lanes(made: Plan, last: int) -> FittedTable:
-    settled = max(step for step in stages(made) if step <= last)
-    title = f"lanes from step {settled:,} on" if settled else "lanes"
-    heads = ("rule", "bucket", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes")
-    rows = []
-    for number, bucket in enumerate(made.buckets):
-        for lane in bucket:
-            codec, exchange = lane.at(last)
-            codec_text = "low rank" if exchange.compresses_in_protocol else str(codec)
-            counts = (str(len(lane.tensors)), str(len(lane.units)), f"{lane.units.total:,}")
-            cost = forecast(lane, made.world, last)
-            bound = "<= " if cost.bounded else ""
-            words = (codec_text, str(lane.feedback), str(exchange))
-            rows.append((lane.label, str(number), *counts, *words, f"{bound}{cost.payload:,.0f}"))
-    spare = ("units", "tensors", "feedback", "bucket", "parameters")
-    return FittedTable(title, heads, rows, spare, left=("codec", "feedback", "exchange"))
-
-
-def _bytes(made: Plan, last: int) -> Table:
-    columns = ("from step", "payload", "ratio", "sent", "ratio to a float32 ring")
-    table = make_table("bytes of one rank in one step", columns)
-    steps = [step for step in stages(made) if step <= last]
-    for row, same in groupby(steps, key=lambda step: _costs(made, step)):
-        table.add_row(f"{next(same):,}", *row)
-    return table
-
-
-def _costs(made: Plan, step: int) -> tuple[str, ...]:
-    cost = total(made, step)
-    ring = 2 * (made.world - 1) / made.world * cost.dense
-    bound, least = ("<= ", ">= ") if cost.bounded else ("", "")
-    wire = f"{least}{ring / cost.sent:,.1f}" if cost.sent else "-"
-    payload = f"{least}{cost.dense / cost.payload:,.1f}" if cost.payload else "-"
-    return f"{bound}{cost.payload:,.0f}", payload, f"{bound}{cost.sent:,.0f}", wire
 
 
 # -- gossip ------------------------------------------------------------------------------------------------------------

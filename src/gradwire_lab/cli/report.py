@@ -11,7 +11,7 @@ import typer
 from gradwire_lab.cli.options import ChartFormat
 from gradwire_lab.cli.output import needing_charts, refusing
 from gradwire_lab.report import table
-from gradwire_lab.report.load import load, nothing_in, sort_out
+from gradwire_lab.report.load import LOG, find, load
 from gradwire_lab.report.run_groups import Group, Task, tasks
 from gradwire_lab.train.compare import arms
 from gradwire_lab.train.spec_lists import split_specs
@@ -113,9 +113,9 @@ def _label_of(spec: str) -> str:
 
 def _runs_in(paths: list[Path]) -> list[Path]:
     """Their run folders; paths without one are named and passed over, unless there is no other."""
-    folders, empty = sort_out(paths)
+    folders, empty = find(paths)
     if not folders:
-        raise ValueError(nothing_in(empty))
+        raise ValueError(f"there is no run in {', '.join(map(str, empty))}; a run folder holds a {LOG}")
     parents = {folder.parent.resolve() for folder in folders}  # runs/* names the results of `gradwire compare` as well
     empty = [path for path in empty if not (path.is_file() and path.parent.resolve() in parents)]
     if empty:

@@ -3,6 +3,7 @@
 import sys
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,7 @@ from gradwire.codecs import Codec
 from gradwire.core.spec import parse
 from gradwire.engine import Method, Rule, build, method
 from gradwire.engine.method import starves_adaptive
+from gradwire.engine.state import zeros
 from gradwire.local.method import LocalMethod, local_method
 from gradwire_lab.cli.docstring_cards import ALONE, HEADINGS, Card, card_named, cards, size_of
 from gradwire_lab.cli.options import Exchange, Feedback, Ranks, Spec
@@ -100,6 +102,14 @@ def _card_table(card: Card) -> Table:
     table.add_row("specs", Text("\n".join(card.examples)))
     if card.kind == "preset" or card.name in {spec.partition("(")[0] for spec in ALONE}:
         table.add_row("stands for", Text("\n".join(f"{spec} = {method(spec)}" for spec in card.examples)))
+    for label, text in (("about", card.about), ("arguments", card.arguments)):
+        if text:
+            table.add_row(label, Text(text.replace("``", "")))
+    if card.kind == "preset":
+        whole = method(card.examples[0])
+        names = [name for name in (whole.feedback.name, whole.exchange.name) if name not in ("none", "auto")]
+        if names:
+            table.add_row("formulas", " and ".join(f"gradwire codecs {name}" for name in names))
     for label, lines in card.parts.items():
         if label != "Spec":
             table.add_row(label.lower(), Text("\n".join(lines)))
@@ -127,7 +137,8 @@ def _facts(whole: Method, workers: int, H: int = 0) -> Table:
         H: Local steps of a round, in each of which float32 would be sent; 0 without rounds.
     """
     (lane,) = build({"weight": (1000, 1000)}, (Rule(whole),), workers).lanes
-    floats = sum(sum(slot.lengths) for slot in lane.state_specs(workers).values()) / lane.units.total
+    memories = zeros(lane.state_specs(workers), lane.tensors, 0, workers, torch.device("meta"))  # a rank's own
+    floats = sum(x.numel() for x in memories.values()) / lane.units.total
     table = Table.grid(padding=(0, 2))
     if H:
         table.add_row("round", f"{H} local step{'s' * (H > 1)}, then one message:")

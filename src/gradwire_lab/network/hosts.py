@@ -6,6 +6,7 @@ frames must be late and the kernel has no netem, it is the one in ``userspace_sw
 
     with Hosts(4, LinkSpec.parse("100mbit")) as hosts:
         ended = hosts.run(["python", "train.py"])
+        results = hosts.call(function)
 """
 
 import atexit
@@ -14,12 +15,14 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Literal, Self
+from functools import partial
+from typing import Any, Literal, Self
 
 from gradwire.comm.job_secret import secret_variable
 from gradwire.comm.rates import LinkSpec
+from gradwire_lab.launch import launch
 from gradwire_lab.network import namespaces, shaping, userspace_switch
 from gradwire_lab.network.addresses import mac, private, unused
 from gradwire_lab.network.launch import DEFAULTS, FIRST_PORT, Ended, RankProcesses, Sink, place
@@ -30,6 +33,7 @@ DEVICE = "eth0"
 MOST_HOSTS = 250
 
 _JUMBO_BITS = 250e6  # above this the switch in user space needs larger frames to keep up
+
 
 Shaper = Literal["bridge", "netem", "switch"]
 
@@ -156,6 +160,19 @@ class Hosts:
         finally:
             processes.close()
 
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Call ``function(rank, world, *args)`` in every host, as ranks of one group; options as of `launch`.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankError: A rank raised or died; the others were stopped.
+        """
+        rendezvous = self.addresses[0], next(self._ports)
+        places = [place(rank, 1, self.count, rendezvous, DEVICE) for rank in range(self.count)]
+        return launch(function, self.count, *args, prepare=partial(_enter, self.names, places), **options)
+
     def counters(self, host: int) -> tuple[int, int]:
         """Bytes of the frames that a host has sent and received over its interface since it was made."""
         name = self._name(host)
@@ -246,3 +263,9 @@ class Hosts:
         if host not in self._numbers:
             raise ValueError(f"there is no host {host}; they are numbered 1 to {self.count}")
         return self.names[host - 1]
+
+
+def _enter(names: Sequence[str], places: Sequence[Mapping[str, str]], rank: int) -> None:
+    """Let a rank live in the namespace of its host."""
+    userspace_switch.enter(names[rank])
+    os.environ |= places[rank]

@@ -6,12 +6,11 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from gradwire.comm.job_secret import secret_variable
 from gradwire_lab.parent_watch import set_signal_of_parents_end
 from gradwire_lab.signals import signals_deferred
 
@@ -73,20 +72,6 @@ def place(rank: int, per_host: int, num_hosts: int, meeting: tuple[str, int], de
     return {name: str(value) for name, value in found.items()}
 
 
-def run_local(argv: Sequence[str], world: int, sink: Sink, variables: Mapping[str, str] | None = None) -> Ended:
-    """Run a command in so many ranks on this host, and wait for all of them."""
-    processes = RankProcesses(sink)
-    rendezvous = ("127.0.0.1", FIRST_PORT + os.getpid() % 10_000)
-    common = {**DEFAULTS, **os.environ, **secret_variable(), **(variables or {})}
-    try:
-        for rank in range(world):
-            own = common | place(rank, world, 1, rendezvous, "lo")
-            processes.start(f"rank {rank}", list(argv), own, None)
-        return processes.wait(None, 3.0, lambda: "")
-    finally:
-        processes.close()
-
-
 class RankProcesses:
     """The ranks of one run."""
 
@@ -120,7 +105,7 @@ class RankProcesses:
         timeout_seconds: float | None,
         grace_seconds: float,
         network_fault: Callable[[], str],
-        network_gone: Callable[[], bool] = lambda: False,
+        network_gone: Callable[[], bool],
     ) -> Ended:
         """Forward what the ranks say until all have ended.
 

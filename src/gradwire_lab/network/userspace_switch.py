@@ -152,7 +152,8 @@ class Switch:
                 self.take(source, frame, time.monotonic())
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
+    """Let the sockets and devices that this thread makes from now on be those of a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as place:
         if libc.setns(place.fileno(), _CLONE_NEWNET):
@@ -161,7 +162,7 @@ def _enter(namespace: str) -> None:
 
 def _open(port: Port) -> int:
     """A TAP device in the namespace of its port: it is made where the process is at that moment."""
-    _enter(port.namespace)
+    enter(port.namespace)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", port.device.encode(), _IFF_TAP | _IFF_NO_PI))
     return device
@@ -171,7 +172,7 @@ def main() -> None:
     wish = json.loads(sys.stdin.readline())
     ports = [Port(**port) for port in wish["ports"]]
     devices = [_open(port) for port in ports]
-    _enter(wish["home"])
+    enter(wish["home"])
     with contextlib.suppress(OSError):  # a container may not let even root ask for more
         os.nice(-10)  # the busy workers must not hold up the frames between them
     print("ready", flush=True)

@@ -14,7 +14,7 @@ from importlib import resources
 from gradwire.engine.method import method
 from gradwire_lab.perf_model.candidates import arguments, local_rounds
 
-LOST = 0.01  # share of the metric
+MAX_LOSS = 0.01  # of dense training's: how much more loss is accepted, of single steps and of local ones
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class AccuracyRecord:
         payload_ratio: Float32 bytes over bytes encoded.
         larger_is_better: Of the metric.
         optimizer: That stepped in both.
+        kind: Of the model, as `ModelProfile.kind` tells.
         note: What else one should know.
     """
 
@@ -49,6 +50,7 @@ class AccuracyRecord:
     payload_ratio: float | None = None
     larger_is_better: bool = True
     optimizer: str = "SGD"
+    kind: str = ""
     note: str = ""
 
     @property
@@ -93,31 +95,44 @@ def is_adaptive(optimizer: str) -> bool:
     return optimizer.lower() not in ("sgd", "asgd", "rprop", "lbfgs")
 
 
-def records_of(spec: str, optimizer: str = "sgd") -> list[AccuracyRecord]:
-    """What is known of a spec, whatever it was called in the run, and however long its start was.
+def records_of(spec: str, optimizer: str = "sgd", kind: str = "") -> list[AccuracyRecord]:
+    """What is weighed of a spec, whatever it was called in the run; of local steps, however long their start was."""
+    return closest([one for one in accuracy_records() if _same(one.spec) == _same(spec)], optimizer, kind)
+
+
+def closest(records: Sequence[AccuracyRecord], optimizer: str, kind: str = "") -> list[AccuracyRecord]:
+    """Those that are weighed for an optimizer and a kind of model.
 
     Trainings with this optimizer, where there are any; else with one that is adaptive if this is, Muon aside, which
-    steps matrices as a whole; else those there are.
+    steps matrices as a whole; else those there are. Of these, the trainings of this kind of model; else all.
     """
-    found = [one for one in accuracy_records() if _same(one.spec) == _same(spec)]
-    own = [one for one in found if one.optimizer.lower() == optimizer.lower()]
-    others = [one for one in found if one.optimizer != "Muon" and is_adaptive(one.optimizer) == is_adaptive(optimizer)]
-    return own or others or found
+    own = [one for one in records if one.optimizer.lower() == optimizer.lower()]
+    like = [one for one in records if one.optimizer != "Muon" and is_adaptive(one.optimizer) == is_adaptive(optimizer)]
+    found = own or like or list(records)
+    return [one for one in found if one.kind == kind] or found
 
 
-def free_of_losses(specs: Iterable[str], optimizer: str = "sgd") -> tuple[str, ...]:
-    """Those without known losses: trainings lost less than a percent on average, no task more for certain."""
-    return tuple(spec for spec in specs if _bearable(records_of(spec, optimizer)))
+def in_words(records: Iterable[AccuracyRecord]) -> str:
+    """Of which kinds of models, and with which optimizers, trainings are."""
+    pairs = sorted({(one.kind, one.optimizer) for one in records})
+    return "trainings of " + " and ".join(f"{kind} models with {optimizer}" for kind, optimizer in pairs)
 
 
-def _bearable(found: Sequence[AccuracyRecord]) -> bool:
+def free_of_losses(
+    specs: Iterable[str], optimizer: str = "sgd", kind: str = "", max_loss: float = MAX_LOSS
+) -> tuple[str, ...]:
+    """Those without known losses: trainings lost at most ``max_loss`` on average, no task more for certain."""
+    return tuple(spec for spec in specs if _bearable(records_of(spec, optimizer, kind), max_loss))
+
+
+def _bearable(found: Sequence[AccuracyRecord], max_loss: float) -> bool:
     mean = sum(one.seeds * one.gain for one in found) / max(1, sum(one.seeds for one in found))
-    return mean > -LOST and all(one.best is None or one.best > -LOST for one in found)
+    return mean >= -max_loss and all(one.best is None or one.best >= -max_loss for one in found)
 
 
 @cache
 def _same(spec: str) -> Hashable:
-    """What two specs share that are the same but for their start."""
+    """What two specs share that are the same. A start tells them apart where it measures the variance to be frozen."""
     text, options = arguments(spec)
     made = method(text, options.get("feedback"), options.get("exchange"))
     rounds = local_rounds(spec.partition(";")[0])
@@ -129,4 +144,5 @@ def _same(spec: str) -> Hashable:
         made.exchange,
         made.alone,
         made.refresh,
+        made.gradient_steps if made.feedback.needs_denominator else 0,
     )

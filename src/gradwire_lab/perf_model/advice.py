@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
+from gradwire_lab.perf_model.accuracy_records import MAX_LOSS
 from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import CANDIDATES
 from gradwire_lab.perf_model.cluster import Cluster
@@ -45,6 +46,7 @@ class Advice:
         choice: What to take; ``dense`` where compression does not pay, or might not.
         runner_up: The fastest that compresses and may be taken.
         optimizer: Its name. Accuracy is that of trainings with it, or with others like it.
+        max_loss: How much more loss than dense training's is accepted, as a share of that.
     """
 
     ways: tuple[Prediction, ...]
@@ -52,6 +54,7 @@ class Advice:
     choice: Prediction
     runner_up: Prediction | None = None
     optimizer: str = "SGD"
+    max_loss: float = MAX_LOSS
 
     @property
     def compresses(self) -> bool:

@@ -30,7 +30,7 @@ class CodingCost:
 
     def share(self, of: float) -> "CodingCost":
         """Of a part of the model; a bucket starts as usual."""
-        return replace(self, encode=self.encode * of, decode=self.decode * of)
+        return CodingCost(self.encode * of, self.decode * of, self.per_peer, self.fill, self.start)
 
     def scaled(self, by: float) -> "CodingCost":
         """The same at another speed."""

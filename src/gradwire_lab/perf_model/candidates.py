@@ -1,8 +1,8 @@
 """Candidates: the ways to synchronize that are weighed against dense training, from the one that loses least.
 
 Some need what only the owner of a training can arrange: momentum correction, as in ``dgc``, an optimizer without
-momentum; ``onebit_adam`` an optimizer of gradwire's; local steps another call. They are weighed in advice, but never
-chosen by ``auto``.
+momentum; ``onebit_adam`` an optimizer of gradwire's. They are weighed in advice, but never chosen by ``auto``. Local
+steps are weighed apart, in `local_steps`.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,10 @@ from gradwire.engine.method import method, starves_adaptive
 from gradwire.feedback import MomentumCorrection
 from gradwire.local.method import LocalMethod
 
-SPARSE = "sparseloco(H=1, keep=1.0, start=256, scales='bf16')"  # whose message is that of rounds of all lengths
 CANDIDATES = (
     "int8",
     "int4",
-    "onebit_adam",
-    SPARSE,
+    "onebit_adam(start=450)",  # of 1,500 steps, as it was trained; a shorter start lost
     "powersgd(4)",
     "sign",
     "powersgd(2)",

@@ -69,6 +69,20 @@ class ModelProfile:
         return DTYPES[spec] if DTYPES[spec].itemsize < self.format.itemsize else self.format
 
     @cached_property
+    def kind(self) -> str:
+        """What kind of network, by the names and shapes of its tensors; empty, where they do not tell.
+
+        ``transformer``: a name has "attn" or "attention" in it. Else ``recurrent``: one has "weight_hh", as those of
+        `torch.nn.RNNBase` and its cells. Else ``convolutional``: a tensor has three dimensions or more.
+        """
+        names = " ".join(self.shapes).lower()
+        if "attn" in names or "attention" in names:
+            return "transformer"
+        if "weight_hh" in names:
+            return "recurrent"
+        return "convolutional" if any(len(shape) > 2 for shape in self.shapes.values()) else ""
+
+    @cached_property
     def elements(self) -> int:
         return sum(map(math.prod, self.shapes.values()))
 

@@ -19,13 +19,15 @@ from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import CANDIDATES, automatic
 from gradwire_lab.perf_model.cluster import Algorithm, Cluster
 from gradwire_lab.perf_model.costs import predict, predict_across
-from gradwire_lab.perf_model.local_steps import MESSAGES, local_steps
+from gradwire_lab.perf_model.local_steps import MESSAGES, local_choices, to_take
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.stragglers import Stragglers
+from gradwire_lab.perf_model.training_time import STEPS
 
 WORKERS = (8, 64, 512, 4096)
 LINKS = ("10mbit,20ms", "100mbit,5ms", "1gbit,500us", "25gbit,20us", "400gbit,5us")
 CHOOSABLE = free_of_losses(automatic())  # what `auto` weighs
+ADAPTIVE = free_of_losses(automatic(adaptive=True), "AdamW")  # the same with AdamW, whose local steps are compared
 INSIDE = "3.6tbit,2us"  # NVLink of an H200: 450 GB/s in each direction, as published
 GOSSIPED, NEIGHBORS = "sign", 2  # what workers on a ring send to each of their neighbors
 
@@ -106,7 +108,9 @@ def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[
     found = advise(calibration, cell.cluster, CHOOSABLE, cell.predictor)
     bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
     best, choice = found.fastest, cell.predictor(calibration, settled_spec(cell, calibration, found), cell.cluster)
-    rounds = local_steps(calibration, cell.cluster, predictor=cell.predictor)
+    single = next(way for way in found.ways if way.spec in (*DENSE, *ADAPTIVE))
+    trained = local_choices(calibration, cell.cluster, cell.predictor) or ()
+    rounds = to_take(trained, STEPS * single.seconds)
     return {
         "model": cell.model_run.name,
         "batch": cell.model_run.batch,
@@ -129,7 +133,10 @@ def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[
         "gossip_seconds": _gossiping(cell, stragglers),
         "local_H": None if rounds is None else rounds.H,
         "local_seconds": None if rounds is None else rounds.seconds,
-        "local_loss": None if rounds is None or rounds.loss is None else rounds.loss.increase,
+        "local_loss": None if rounds is None else rounds.increase,
+        "local_total_seconds": None if rounds is None else rounds.total_seconds,
+        "adamw_choice": single.spec,
+        "adamw_seconds": single.seconds,
         "ways": {way.spec: float(f"{way.seconds:.5g}") for way in found.ways},
         "waiting": uneven,
     }

@@ -93,6 +93,8 @@ def simulate_step(
 
 def _run_beside_backward(item: CommWork, now: float, left: float, speed: float) -> tuple[float, float]:
     """One piece of work beside what is left of the backward pass. -> the time, and what is left then."""
+    if left <= 0:
+        return now + item.alone, 0.0
     work, wire = item.work, item.wire
     while work > 0 or wire > 0:
         rate = speed if work > 0 and left > 0 else 1.0  # of every thread that computes

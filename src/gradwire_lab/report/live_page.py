@@ -7,11 +7,10 @@ frames. The one that is written last stays as it is.
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from gradwire_lab.report.charts.curves import loss_curve
 from gradwire_lab.report.load import RunRecord
-from gradwire_lab.report.page import Section, bundle, content, render, spec
+from gradwire_lab.report.page import Section, bundle, render, section
 from gradwire_lab.report.progress import QUIET, progress, quiet_seconds
 from gradwire_lab.report.run_groups import Group, Task, task_name, tasks
 from gradwire_lab.report.slug import slug
@@ -58,9 +57,8 @@ def live_page(run: RunRecord, reload: int | None) -> str:
     """The page as text; without ``reload`` it stays as it is."""
     found = tasks([run])
     # Accuracy against bytes compares runs: of one it would be a single point.
-    sections, specs = content(found, without="metric-over-bytes") if found else _first_steps(run)
-    title = run.folder.resolve().name
-    return render(title, _subtitle(run, reload), sections, specs, progress(run), reload)
+    sections = [section(task, without="metric-over-bytes") for task in found] or [_first_steps(run)]
+    return render(run.folder.resolve().name, _subtitle(run, reload), sections, progress(run), reload)
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -83,11 +81,8 @@ def _subtitle(run: RunRecord, reload: int | None) -> str:
     return f"{written}. This page brings itself up to date every {reload} seconds until the training ends."
 
 
-def _first_steps(run: RunRecord) -> tuple[list[Section], dict[str, dict[str, Any]]]:
+def _first_steps(run: RunRecord) -> Section:
     """What there is to see before the first epoch has ended: the loss, by step."""
     name = task_name(run)
     figure = loss_curve(Task(name, run.metric, (Group(run.spec, (run,)),)))
-    drawn = [] if figure is None else [figure]
-    keys = [f"{slug(name)}-{one.name}" for one in drawn]
-    shown = [{"key": key, "title": one.title, "caption": one.caption} for key, one in zip(keys, drawn, strict=True)]
-    return [Section(slug(name), name, _NO_EPOCH, (), (), shown, ())], dict(zip(keys, map(spec, drawn), strict=True))
+    return Section(slug(name), name, _NO_EPOCH, figures=[] if figure is None else [figure])

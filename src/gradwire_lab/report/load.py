@@ -34,9 +34,6 @@ class Metric:
     def axis(self) -> str:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
-    def better(self, one: float, other: float) -> bool:
-        return one > other if self.larger_is_better else one < other
-
 
 METRICS = {
     "top1": Metric("top1", "test accuracy", "%", 100, larger_is_better=True, least=0, most=100),
@@ -173,20 +170,11 @@ class RunRecord:
         return 2 * (2 * (parties - 1) / parties * dense if ring is None else ring) / moved
 
 
-def find(paths: Iterable[Path]) -> list[Path]:
-    """Every run folder among or under some paths, each once, in order of name.
+def find(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Every run folder among or under some paths, each once, in order of name; and the paths that hold none.
 
-    Raises:
-        ValueError: A path holds no run.
+    Those are what a training that was refused leaves, for one.
     """
-    found, empty = sort_out(paths)
-    if empty:
-        raise ValueError(nothing_in(empty))
-    return found
-
-
-def sort_out(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """The same, and those paths that hold no run: what a training that was refused leaves, for one."""
     found: dict[Path, None] = {}
     empty: list[Path] = []
     for path in paths:
@@ -196,10 +184,6 @@ def sort_out(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
             empty.append(path)
         found.update(dict.fromkeys(here))
     return list(found), empty
-
-
-def nothing_in(paths: Iterable[Path]) -> str:
-    return f"there is no run in {', '.join(map(str, paths))}; a run folder holds a {LOG}"
 
 
 def load(folder: Path) -> RunRecord:

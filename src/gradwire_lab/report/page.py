@@ -5,7 +5,7 @@ The same charts are also drawn as PNG, SVG or PDF files, without a browser.
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -36,10 +36,15 @@ class Section:
     id: str
     title: str
     note: str
-    columns: Sequence[TableColumn]
-    rows: Sequence[Sequence[TableCell]]
-    figures: Sequence[dict[str, str]]
-    recipes: Sequence[dict[str, Any]]
+    columns: Sequence[TableColumn] = ()
+    rows: Sequence[Sequence[TableCell]] = ()
+    figures: Sequence[Figure] = ()
+    recipes: Sequence[dict[str, Any]] = ()
+
+    @property
+    def charts(self) -> dict[str, dict[str, Any]]:
+        """Its figures as Vega-Lite's JSON, by the keys that the page has for them."""
+        return {f"{self.id}-{figure.name}": spec(figure) for figure in self.figures}
 
 
 def page(tasks: Sequence[Task], title: str = "gradwire report") -> str:
@@ -50,31 +55,22 @@ def page(tasks: Sequence[Task], title: str = "gradwire report") -> str:
     """
     if not tasks:
         raise ValueError("no run has finished an epoch yet, so there is nothing to report")
-    return render(title, _subtitle(tasks), *content(tasks))
-
-
-def content(tasks: Sequence[Task], without: str = "") -> tuple[list[Section], dict[str, dict[str, Any]]]:
-    """The sections of tasks, and the charts that they name, but for one of this name."""
-    drawn = {task.name: [figure for figure in figures(task) if figure.name != without] for task in tasks}
-    specs = {_key(task, figure): spec(figure) for task in tasks for figure in drawn[task.name]}
-    return [_section(task, drawn[task.name]) for task in tasks], specs
+    return render(title, _subtitle(tasks), [section(task) for task in tasks])
 
 
 def render(
     title: str,
     subtitle: str,
     sections: Sequence[Section],
-    specs: Mapping[str, dict[str, Any]],
     progress: Sequence[ProgressLine] = (),
     reload: int | None = None,
 ) -> str:
-    """Sections and the charts that they name, as one file.
+    """Sections with their charts, as one file.
 
     Args:
         title: Of the page.
         subtitle: A line below it.
         sections: In order.
-        specs: The charts, by the keys that sections have for them.
         progress: Of a training that runs, shown at the top.
         reload: Seconds after which the page brings itself up to date; None for one that stays as it is.
     """
@@ -88,7 +84,7 @@ def render(
         style=_asset("page.css"),
         script=_asset("page.js"),
         bundle=bundle(),
-        figures=_embedded(specs),
+        figures=_embedded({key: chart for section in sections for key, chart in section.charts.items()}),
         look=_embedded(placeholders),
         sections=sections,
         progress=progress,
@@ -107,7 +103,8 @@ def spec(figure: Figure) -> dict[str, Any]:
     return {key: value for key, value in figure.chart.to_dict().items() if key not in ("$schema", "config")}
 
 
-def _section(task: Task, drawn: Sequence[Figure]) -> Section:
+def section(task: Task, without: str = "") -> Section:
+    """All that there is of a task, but for the figure of this name."""
     return Section(
         id=slug(task.name),
         title=task.title,
@@ -117,7 +114,7 @@ def _section(task: Task, drawn: Sequence[Figure]) -> Section:
             [TableCell(cell.text.replace("+-", "\u00b1"), cell.key) for cell in cells(task, group)]
             for group in task.groups
         ],
-        figures=[{"key": _key(task, figure), "title": figure.title, "caption": figure.caption} for figure in drawn],
+        figures=[figure for figure in figures(task) if figure.name != without],
         recipes=[_recipe(group) for group in task.groups],
     )
 
@@ -156,10 +153,6 @@ def _subtitle(tasks: Sequence[Task]) -> str:
     under_way = sum(run.final is None for run in runs)
     text = f"{len(runs)} run{'s' * (len(runs) != 1)}"
     return f"{text}, {under_way} of them not finished" if under_way else text
-
-
-def _key(task: Task, figure: Figure) -> str:
-    return f"{slug(task.name)}-{figure.name}"
 
 
 def _embedded(value: object) -> str:

@@ -1,13 +1,13 @@
 """The page of a simulated grid: maps of speed-ups, and every cell in a table."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-from gradwire_lab.report.charts.figure import Figure
 from gradwire_lab.report.charts.heatmap import speedups
 from gradwire_lab.report.numbers import in_seconds, ratio
-from gradwire_lab.report.page import Section, render, spec
+from gradwire_lab.report.page import Section, render
 from gradwire_lab.report.slug import slug
 from gradwire_lab.report.summary import TableCell, TableColumn
 
@@ -40,24 +40,14 @@ COLUMNS = tuple(TableColumn(title, title not in _WORDS) for title in _READERS)
 
 def page(places: Mapping[str, Sequence[Row]], note: str, title: str = "gradwire simulate") -> str:
     """Grids by name, each a list of rows."""
-    drawn = {place: _figures(rows, place) for place, rows in places.items()}
-    specs = {figure.name: spec(figure) for figures in drawn.values() for figure in figures}
-    maps = [_maps(place, rows, drawn[place], note) for place, rows in places.items()]
-    tables = [_table(place, rows) for place, rows in places.items()]
+    sections = [make(place, rows) for make in (partial(_maps, note), _table) for place, rows in places.items()]
     cells = sum(map(len, places.values()))
-    return render(
-        title, f"{cells} cells, all computed: nothing on this page was measured on a cluster", [*maps, *tables], specs
-    )
+    return render(title, f"{cells} cells, all computed: nothing on this page was measured on a cluster", sections)
 
 
-def _figures(rows: Sequence[Row], place: str) -> list[Figure]:
+def _maps(note: str, place: str, rows: Sequence[Row]) -> Section:
     links = list(dict.fromkeys(row["link"] for row in rows))
-    return [
-        speedups(list(same), links, place) for _, same in groupby(rows, key=lambda row: (row["model"], row["batch"]))
-    ]
-
-
-def _maps(place: str, rows: Sequence[Row], figures: Sequence[Figure], note: str) -> Section:
+    by_model = groupby(rows, key=lambda row: (row["model"], row["batch"]))
     lost = sum(bool(row["compression_loses"]) for row in rows)
     dense = sum(row["choice"].startswith("ddp-") for row in rows)
     note_text = (
@@ -65,10 +55,9 @@ def _maps(place: str, rows: Sequence[Row], figures: Sequence[Figure], note: str)
         f"in these figures. In {lost} of {len(rows)} cells no compression beats the better dense DDP. In {dense}, auto "
         f"stays dense, also where the gain is too uncertain. {note}"
     )
-    captions = [{"key": one.name, "title": one.title, "caption": one.caption} for one in figures]
-    return Section(slug(place), place, note_text, (), (), captions, ())
+    return Section(slug(place), place, note_text, figures=[speedups(list(same), links) for _, same in by_model])
 
 
 def _table(place: str, rows: Sequence[Row]) -> Section:
     title = f"Every cell, {place}"
-    return Section(slug(title), title, "", COLUMNS, [[read(row) for read in _READERS.values()] for row in rows], (), ())
+    return Section(slug(title), title, "", COLUMNS, [[read(row) for read in _READERS.values()] for row in rows])

@@ -169,7 +169,8 @@ def _loses(task: Task, lead: Estimate) -> bool:
 
 def ranks(run: RunRecord) -> str:
     """How many, and whether one process simulated them."""
-    return f"{run.ranks} virtual" if run.start.get("virtual") else run.ranks
+    simulated = run.start.get("simulated", run.start.get("virtual"))  # earlier logs call it virtual
+    return f"{run.ranks} simulated" if simulated else run.ranks
 
 
 def _progress(group: Group) -> str:

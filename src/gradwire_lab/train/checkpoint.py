@@ -12,6 +12,7 @@ older versions, whose JSON had none, are read. No pickle is written or read.
 """
 
 import json
+import math
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,7 @@ def publish(folder: Path, best: bool) -> None:
     """Name a complete checkpoint as the last one, and perhaps as the best, and remove those that are neither."""
     for which in ("best", "last") if best else ("last",):
         write_json(folder.parent / f"{which}.json", {"folder": folder.name})
-    _sweep(folder.parents[1])
+    _sweep(folder.parents[1], _step_of(folder))
 
 
 def save_tensors(state: State, path: Path) -> None:
@@ -169,15 +170,23 @@ def clear(run: Path) -> None:
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
 
-def _sweep(run: Path) -> None:
-    """Remove checkpoints that are neither last nor best; none, where that is not known."""
+def _sweep(run: Path, before: float) -> None:
+    """Remove checkpoints that are neither last nor best; none, where that is not known.
+
+    Workers that are a step ahead may have begun a later one, which has no `PROGRESS` yet.
+    """
     try:
         named = {find(run, "last"), find(run, "best")}
     except Damaged:
         return
     for folder in (run / "checkpoints").glob("step-*"):
-        if folder not in named:
+        if folder not in named and ((folder / PROGRESS).is_file() or _step_of(folder) < before):
             shutil.rmtree(folder, ignore_errors=True)  # it may be a file of others
+
+
+def _step_of(folder: Path) -> float:
+    number = folder.name.removeprefix("step-")
+    return int(number) if number.isdigit() else math.inf
 
 
 def _json(path: Path, key: str) -> dict[str, Any]:

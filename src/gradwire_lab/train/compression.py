@@ -35,7 +35,7 @@ def method_of(recipe: Recipe, ramp_steps: int = 0) -> Method:
 
 
 def arguments(recipe: Recipe, ramp_steps: int) -> dict[str, Any]:
-    """Keywords of `gradwire.compress`, and of the wires of virtual workers."""
+    """Keywords of `gradwire.compress`, and of the wires of simulated workers."""
     sync = recipe.sync
     return {
         "spec": AUTO if recipe.sync.spec == AUTO else method_of(recipe, ramp_steps),

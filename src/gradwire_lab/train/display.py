@@ -139,7 +139,7 @@ def summary(final: Record) -> Table:
 def _workers(start: Record) -> str:
     if start["world"] == 1:
         return "1 worker on"
-    return f"{start['world']} {'virtual workers on' if start['virtual'] else 'workers, the first on'}"
+    return f"{start['world']} {'simulated workers on' if start['simulated'] else 'workers, the first on'}"
 
 
 def _metric(record: Record) -> str:

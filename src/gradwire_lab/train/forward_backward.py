@@ -1,8 +1,8 @@
 """Passes: forward and backward of every worker in this process, through one model: together, or one after another.
 
 Random numbers of a pass (dropout) depend on (seed, step, rank) only, so a resumed run draws what it would have drawn,
-and a virtual worker that passes by itself draws what a real one does. On a GPU, passes are captured once as CUDA graphs
-and replayed: the host then has nothing to do but to compress.
+and a simulated worker that passes by itself draws what a real one does. On a GPU, passes are captured once as CUDA
+graphs and replayed: the host then has nothing to do but to compress.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -151,8 +151,9 @@ class GossipStrategy:
         if isinstance(handle, LocalRows):
             return handle.account()
         report = handle.report()
-        neighbors = report.messages / max(1, report.rounds)
-        dense = 4.0 * handle.nodes[0].tensors.total * report.rounds
+        neighbors = report.messages / max(1, report.rounds) if handle.elastic else report.degree
+        steps = report.rounds if handle.elastic else report.steps  # one that came back has not taken all
+        dense = 4.0 * handle.nodes[0].tensors.total * steps
         around = 2 * (report.world - 1) / report.world  # how often each number goes around a ring
         central = isinstance(gossip_method_of(self.recipe), Centralized)
         payload = report.sent / max(1e-9, around if central else neighbors)

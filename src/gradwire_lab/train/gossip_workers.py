@@ -1,6 +1,6 @@
 """Gossip workers: those of this process, each with a model of its own.
 
-One real rank is a single row, whose handle reaches other processes; virtual workers are all rows of one tensor, and
+One real rank is a single row, whose handle reaches other processes; simulated workers are all rows of one tensor, and
 gossip at once. With ``gossip.across``, workers of a host are one node: they step by their mean gradient, hold the same
 parameters, and gossip as one.
 """
@@ -16,7 +16,7 @@ from gradwire.core.segments import Segments
 from gradwire.gossip import GossipMethod, LocalGossip, gossip_method
 from gradwire.integrations.gossip import BatchedGossip, GossipHandle, gossip
 from gradwire.integrations.gossip.flat_params import FlatParams
-from gradwire_lab.train.local_rows import LocalRows
+from gradwire_lab.train.local_rows import LocalRows, replica_of
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.workers import Workers, views
@@ -37,7 +37,7 @@ def nodes(world: int, across: str | list[list[int]] | None) -> tuple[tuple[int, 
     """Workers of one process by node.
 
     Raises:
-        ValueError: Hosts are asked for, which virtual workers do not have.
+        ValueError: Hosts are asked for, which simulated workers do not have.
     """
     if across is None:
         return tuple((rank,) for rank in range(world))
@@ -62,7 +62,7 @@ def _handle(model: nn.Module, recipe: Recipe, rank_info: RankInfo) -> GossipHand
     plan, method = recipe.gossip, gossip_method_of(recipe)
     across = None if plan.across == "ranks" else plan.across
     options: dict[str, Any] = {"granularity": plan.granularity, "overlap": plan.overlap, "seed": recipe.train.seed}
-    if rank_info.virtual:
+    if rank_info.simulated:
         hosts = None if across is None else nodes(rank_info.world, across)
         return BatchedGossip(model, len(hosts or rank_info.ranks), method, plan.codec or None, hosts=hosts, **options)
     if plan.elastic:
@@ -87,15 +87,18 @@ class GossipWorkers(Workers):
 
     def __init__(self, model: nn.Module, rank_info: RankInfo, recipe: Recipe) -> None:
         self._overlap = recipe.gossip.overlap
-        local = bool(recipe.local.spec)
-        self.handle = LocalRows(model, recipe, rank_info) if local else _handle(model, recipe, rank_info)
-        super().__init__(model, rank_info)  # after the handle has given the model its first values
-        if isinstance(self.handle, LocalRows):
-            self.handle.buffers = self.buffers
+        self.handle: GossipHandle | LocalRows
+        if recipe.gossip.method:
+            self.handle = _handle(model, recipe, rank_info)
+        super().__init__(model, rank_info)  # after the handle of gossip has given the model its first values
         self.flat = FlatParams(model)
         self.rows = self.flat.read().expand(len(rank_info.ranks), -1).clone()
         self.grads = torch.zeros_like(self.rows)
         self._lanes = [self.flat.tensors], [self.grads]
+        if recipe.local.spec:
+            own = zip(self.rows, self.buffers, strict=True)
+            replicas = [replica_of(model, views(self.flat.tensors, row), buffers) for row, buffers in own]
+            self.handle = LocalRows(replicas, self.flat.tensors, recipe, rank_info)
 
     def select(self, worker: int) -> None:
         self.show_(self.rows[worker], self.buffers[worker])

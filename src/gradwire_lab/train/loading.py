@@ -84,7 +84,7 @@ def loader_of(recipe: Recipe, task: Task, model: nn.Module, rank_info: RankInfo)
 
 def evaluation_batches(recipe: Recipe, task: Task, rank_info: RankInfo, split: str = "test") -> Iterator[Batch]:
     """What to evaluate on: this process's share."""
-    rank, world = (0, 1) if rank_info.virtual else (rank_info.ranks[0], rank_info.world)
+    rank, world = (0, 1) if rank_info.simulated else (rank_info.ranks[0], rank_info.world)
     plan, batch = recipe.data, recipe.train.eval_batch
     if isinstance(task, ImageTask):
         return evaluation(task, batch, rank, world)

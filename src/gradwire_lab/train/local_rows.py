@@ -1,7 +1,7 @@
 """Local rows: workers of this process that take local steps, as [local] of a recipe describes.
 
-The loop has their parameters as rows, as it has those of workers that gossip. Replicas of the model carry them to
-`gradwire.local`, and back.
+The loop has their parameters as rows, as it has those of workers that gossip. `gradwire.local` has a replica of the
+model for each, whose parameters and statistics lie in the same memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.collectives import AllReduceOp
-from gradwire.integrations.gossip.flat_params import FlatParams
+from gradwire.core.segments import Segments
 from gradwire.integrations.local import LocalSync, SimulatedLocal, local, local_lockstep
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
@@ -25,26 +25,21 @@ class LocalRows:
     Attributes:
         ranks: The handle of each.
         hosts: Each worker is a node of its own.
-        buffers: The statistics of each, which rounds average.
     """
 
     elastic, resyncs = False, 0
 
-    def __init__(self, model: nn.Module, recipe: Recipe, rank_info: RankInfo) -> None:
+    def __init__(self, replicas: Sequence[nn.Module], table: Segments, recipe: Recipe, rank_info: RankInfo) -> None:
         plan = recipe.local
         options: dict[str, Any] = {"seed": recipe.train.seed, **plan.layout, **plan.message}
         self.outer: LocalSync | SimulatedLocal
-        if rank_info.virtual:
-            self._models = [deepcopy(model) for _ in rank_info.ranks]
-            self.outer = local_lockstep(self._models, [[] for _ in rank_info.ranks], plan.spec, **options)
+        if rank_info.simulated:
+            self.outer = local_lockstep(replicas, [[] for _ in replicas], plan.spec, **options)
             self.ranks = self.outer.ranks
         else:
-            self._models = [model]
-            self.outer = local(model, [], plan.spec, **options)
+            self.outer = local(replicas[0], [], plan.spec, **options)
             self.ranks = [self.outer]
-        self._flats = [FlatParams(one) for one in self._models]
-        self._rows = self._read()  # as of the last step
-        self._virtual, self.buffers = rank_info.virtual, list[dict[str, Tensor]]()
+        self._replicas, self._table, self._simulated = replicas, table, rank_info.simulated
         self.hosts = tuple((rank,) for rank in range(rank_info.world))
         self._earlier = [[0.0] * 6 for _ in self.ranks]  # what earlier sessions counted
 
@@ -55,35 +50,16 @@ class LocalRows:
     def average_rows(self, grads: Tensor) -> Tensor:
         """In the start, the mean over all workers; later, gradients as they are."""
         if self.ranks[0].starting:
-            for flat, row in zip(self._flats, grads, strict=True):
-                for name, part in views(flat.tensors, row).items():
-                    flat.parameters[name].grad = part
+            for replica, row in zip(self._replicas, grads, strict=True):
+                for name, part in views(self._table, row).items():
+                    replica.get_parameter(name).grad = part
             self.outer.average_gradients()
         return grads
 
     def mix_rows(self, rows: Tensor) -> Tensor:
-        """Parameters after an inner step has been counted, which may end a round."""
-        self._write(rows)
-        self._copy_buffers(into_models=True)
+        """Parameters after an inner step has been counted, which may end a round; it changes them in place."""
         self.outer()
-        self._copy_buffers(into_models=False)
-        self._rows = self._read()
-        return self._rows
-
-    def _write(self, rows: Tensor) -> None:
-        for flat, row in zip(self._flats, rows, strict=True):
-            flat.write_(row)
-
-    def _read(self) -> Tensor:
-        return torch.stack([flat.read() for flat in self._flats])
-
-    @torch.no_grad()
-    def _copy_buffers(self, into_models: bool) -> None:
-        """Give replicas the statistics of their workers, or take them back. One worker's are the model's own."""
-        for model, own in zip(self._models, self.buffers, strict=True) if self._virtual else ():
-            for name, x in model.named_buffers():
-                if name in own:
-                    (x if into_models else own[name]).copy_(own[name] if into_models else x)
+        return rows
 
     def outer_row(self) -> Tensor:
         """The weights that all workers share."""
@@ -98,7 +74,7 @@ class LocalRows:
         return float(self._over_processes(torch.tensor([number], dtype=torch.float64), "max"))
 
     def _over_processes(self, numbers: Tensor, op: str) -> Tensor:
-        if self._virtual:
+        if self._simulated:
             return numbers
         rank = self.ranks[0]
         rank.wires  # noqa: B018 - messages under way come first
@@ -127,13 +103,11 @@ class LocalRows:
         return {**bytes_and_seconds, "rounds": int(rounds), "skipped": int(skipped), "since_round": since}
 
     def state_dicts(self) -> list[dict[str, Tensor]]:
-        self._write(self._rows)  # the model of a process may show another, which was evaluated
         return [rank.state_dict() for rank in self.ranks]
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         for rank, state in zip(self.ranks, states, strict=True):
             rank.load_state_dict(state)
-        self._rows = self._read()
 
     def counters(self) -> list[list[float]]:
         """Bytes sent, received, encoded, and of float32; rounds; dropped ones."""
@@ -142,6 +116,16 @@ class LocalRows:
 
     def load_counters(self, counters: Sequence[Sequence[float]]) -> None:
         self._earlier = [list(one) for one in counters]
+
+
+def replica_of(model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a model in the memory of these parameters and statistics."""
+    replica = deepcopy(model)
+    for name, x in parameters.items():
+        replica.get_parameter(name).data = x
+    for name, x in buffers.items():
+        replica.get_buffer(name).data = x
+    return replica
 
 
 def _counts(rank: LocalSync) -> list[float]:

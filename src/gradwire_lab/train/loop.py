@@ -1,4 +1,4 @@
-"""Loop: one training, from its recipe to its last record, for real ranks and for virtual workers alike.
+"""Loop: one training, from its recipe to its last record, for real ranks and for simulated workers alike.
 
     batches -> the strategy's step: gradients, exchange, optimizer -> records, evaluations, checkpoints
 
@@ -107,7 +107,7 @@ class Training:
                 record = self._one_epoch(listen, save)
             final = {**(record or self._account()), "event": "final", "best": self.kept}
         except Diverged as error:
-            if not self.rank_info.virtual:  # the other processes do not know, and wait
+            if not self.rank_info.simulated:  # the other processes do not know, and wait
                 raise
             final = {**(record or {}), **self._diverged_record(str(error)), **self._account()}
         finally:
@@ -116,18 +116,22 @@ class Training:
         listen(final)
         return final
 
-    def catch_up(self) -> None:
-        """Go on where the group is, if this worker has fallen behind and become a copy of a neighbor."""
+    def catch_up(self, made: int = 0) -> None:
+        """Go on where the group is, if this worker has fallen behind and become a copy of a neighbor.
+
+        Args:
+            made: The steps that it has made since then, which are still to be counted.
+        """
         step = self.strategy.group_step()
-        if step is None or step == self.step:
+        if step is None or step == self.step + made:
             return
-        self.step = step
-        self.epoch, self.at = divmod(step, self.loader.steps)
+        self.step = min(step, self.last_step) - made  # a copy of one that has ended has made a round more than that
+        self.epoch, self.at = divmod(self.step, self.loader.steps)
         self.strategy.optimizer.state.clear()
         self.strategy.passes.states = []
         self.loss.zero_()
         self._missed = self.at
-        self._batches.restart(self.loader.epoch(self.epoch, self.at))
+        self._batches.restart(self.loader.epoch(self.epoch, self.at + made))
 
     # -- an epoch --------------------------------------------------------------------------------------------------
 
@@ -160,10 +164,10 @@ class Training:
     def _one_step(self, batch: Batch) -> Tensor:
         self._missed = self._missed if self.at else 0
         loss = self.strategy.step(batch, self.step, self.schedule.settings(self.position), self._batches.fetch)
+        self.catch_up(made=1)
         self.loss += loss
         self.at += 1
         self.step += 1
-        self.catch_up()
         if self.at == self.loader.steps:
             self.strategy.check()
         return loss
@@ -205,7 +209,8 @@ class Training:
             "event": "start",
             **self.strategy.start_fields(),
             "world": self.rank_info.world,
-            "virtual": self.rank_info.virtual,
+            "simulated": self.rank_info.simulated,
+            "virtual": self.rank_info.simulated,  # the name of this field before, for one release
             "device": str(self.rank_info.device),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "batch": self.batch * self.recipe.train.accumulate,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.integrations import SGD
-from gradwire.optim import AdamW
+from gradwire.optim import SGD, AdamW
 from gradwire_lab.train.call_with_options import nearest
 from gradwire_lab.train.compression import corrects_momentum, needs_adamw
 from gradwire_lab.train.models.regime import Regime, stages

@@ -22,7 +22,7 @@ class RankInfo(NamedTuple):
     rendezvous: Path | None = None
 
     @property
-    def virtual(self) -> bool:
+    def simulated(self) -> bool:
         """Whether the whole world lives here."""
         return len(self.ranks) == self.world
 
@@ -33,5 +33,5 @@ class RankInfo(NamedTuple):
 
 
 def simulated_ranks(world: int, device: torch.device | str = "cpu") -> RankInfo:
-    """A world of virtual workers in this process."""
+    """A world of simulated workers in this process."""
     return RankInfo(world, tuple(range(world)), torch.device(device))

@@ -93,7 +93,7 @@ class TrainTable(Table):
     save_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: at every evaluation
     buffers: Literal["average", "first"] = "average"  # whose batch-norm statistics are evaluated
     channels_last: bool = False
-    passes: PassMode = "auto"  # of virtual workers, through the model; auto: see forward_backward.Passes
+    passes: PassMode = "auto"  # of simulated workers, through the model; auto: see forward_backward.Passes
     graphs: bool = True  # replay forward and backward as CUDA graphs, where there is a GPU
     deterministic: bool = False
 
@@ -156,7 +156,7 @@ class GossipTable(Table):
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
     elastic: bool = False  # whether processes go on when one of them dies or stalls, and take it back
     timeout: Annotated[float, Field(gt=0, le=1e9)] = 30.0  # seconds after which they give up a silent neighbor
-    passes: PassMode = "auto"  # of virtual workers, through the model
+    passes: PassMode = "auto"  # of simulated workers, through the model
 
 
 class LocalTable(CompressionTable):
@@ -164,7 +164,7 @@ class LocalTable(CompressionTable):
 
     spec: str = ""  # sparseloco(H=5), diloco(H=30), ...; empty: none
     codec: str = ""  # how differences are encoded; empty: as the spec says
-    passes: PassMode = "auto"  # of virtual workers, through the model
+    passes: PassMode = "auto"  # of simulated workers, through the model
 
     @property
     def message(self) -> dict[str, str | None]:

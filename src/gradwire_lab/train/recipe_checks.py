@@ -31,13 +31,32 @@ def check(recipe: Recipe) -> None:
         raise ValueError(
             "workers with models of their own would each scale the loss by another factor; use train.precision = 'bf16'"
         )
-    if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
-        raise ValueError("AdamW has momentum of its own, and this feedback applies momentum too; change one of them")
     sends_gradients = not (recipe.gossip.method or recipe.local.spec)
+    if sends_gradients or corrects_momentum(recipe):
+        _refuse_second_momentum(recipe)
     if sends_gradients and recipe.optimizer.name != "adamw" and (spec := needs_adamw(recipe)):
         raise ValueError(
             f"{spec!r} compresses the momentum of AdamW, and the recipe steps by {recipe.optimizer.name}; "
             "write --set optimizer.name=adamw, with a rate that suits it, as in --set optimizer.lr=1e-3"
+        )
+
+
+def _refuse_second_momentum(recipe: Recipe) -> None:
+    """Refuse an optimizer with momentum behind a feedback that applies it before compression."""
+    from gradwire_lab.train.compression import corrects_momentum, method_of
+
+    if getattr(method_of(recipe).feedback, "momentum", 0.0) <= 0:
+        return
+    spec, own = recipe.sync.spec, recipe.optimizer
+    if own.name == "adamw":
+        raise ValueError(
+            f"AdamW has momentum of its own, and {spec!r} applies momentum before compression; write --spec int4, or "
+            "--set optimizer.name=sgd, with a rate that suits it"
+        )
+    if own.momentum and not corrects_momentum(recipe):
+        raise ValueError(
+            f"SGD has momentum of its own, and {spec!r} applies momentum before compression; write "
+            "--set optimizer.momentum=0"
         )
 
 

@@ -107,7 +107,7 @@ def noting_failure(folder: Path) -> Iterator[None]:
         raise
     except Exception as wrong:
         with suppress(OSError):  # such as a full disk, which may be the cause
-            note.write_text(f"{_cause(wrong)}\n", encoding="utf-8")
+            note.write_text(f"{cause(wrong)}\n", encoding="utf-8")
         raise
 
 
@@ -117,7 +117,7 @@ def noted_failure(folder: Path) -> str:
     return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
 
 
-def _cause(wrong: Exception) -> str:
+def cause(wrong: Exception) -> str:
     """One line. The message of a rank's error is its whole traceback."""
     lines = [line for line in f"{type(wrong).__name__}: {wrong}".splitlines() if line.strip()]
     raised = [line for line in lines[1:] if _RAISED.match(line)]

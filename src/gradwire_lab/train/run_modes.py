@@ -26,7 +26,9 @@ class TrainingRefused(ValueError):
 def train_in_process(job: TrainJob, world: int, listen: Listener) -> dict[str, Any]:
     """All workers in this process, in lockstep, on one device."""
     if job.recipe.sync.spec == AUTO:
-        raise ValueError("sync.spec = 'auto' measures a network, and virtual workers have none; give --workers instead")
+        raise ValueError(
+            "sync.spec = 'auto' measures a network, and simulated workers have none; give --workers instead"
+        )
     return run_recipe(job, simulated_ranks(world, device_of(0, job.devices)), listen)
 
 

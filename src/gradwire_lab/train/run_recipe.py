@@ -87,7 +87,7 @@ def run_recipe(job: TrainJob, rank_info: RankInfo, listen: Listener) -> dict[str
 
 def _ranks_here(rank_info: RankInfo) -> int:
     """Processes of this training on this machine, as far as is known."""
-    if rank_info.virtual:
+    if rank_info.simulated:
         return 1
     where = launcher_rank(os.environ)
     return rank_info.world if where is None else where.local_world
@@ -113,7 +113,11 @@ def save(folder: Path, training: Training, best: bool) -> None:
     saved = checkpoint.open_folder(folder, training.step)
     for i, (rank, state) in enumerate(zip(training.rank_info.ranks, strategy.rank_states(), strict=True)):
         own = {f"state/{j}/{k}": x for j, pair in enumerate(hidden[i]) for k, x in enumerate(pair)} if hidden else {}
-        checkpoint.save_tensors({**state, **own, "loss": training.loss}, saved / f"rank-{rank}.safetensors")
+        try:
+            checkpoint.save_tensors({**state, **own, "loss": training.loss}, saved / f"rank-{rank}.safetensors")
+        except FileNotFoundError:  # the first worker has gone on without this one, and swept the folder
+            if training.rank_info.rendezvous is None:
+                raise
     model = strategy.model_state()
     if training.rank_info.first:
         _write_common(training, model, saved)

@@ -212,7 +212,7 @@ def pass_mode(recipe: Recipe, workers: SyncWorkers, observed: bool) -> str:
     alone = {
         "train.accumulate > 1": plan.accumulate > 1 and not apart,
         "an input_transform": transform_of(workers.model, training=True) is not None,
-        "real workers": not rank_info.virtual,
+        "real workers": not rank_info.simulated,
     }
     barred = [name for name, holds in alone.items() if holds]
     if plan.passes == "together" and barred:

@@ -16,7 +16,7 @@ from gradwire.engine import Plan
 from gradwire.engine.step import StepResult
 from gradwire.integrations import compress, grad_scaler
 from gradwire.integrations.simulated import SimulatedGroup, lockstep
-from gradwire.integrations.wire import Wire, write_missing
+from gradwire.integrations.wire import Wire, skip_step, write_missing
 from gradwire_lab.train.compression import arguments
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
@@ -36,11 +36,13 @@ class SyncWorkers(Workers):
         self._group: SimulatedGroup | None = None
         self.scaler = torch.amp.GradScaler(rank_info.device.type) if recipe.train.precision == "fp16" else None
         self.local_clip = recipe.optimizer.local_clip
-        if rank_info.virtual:
+        if rank_info.simulated:
             models, optimizers = [model] * rank_info.world, [optimizer] * rank_info.world
             simulated = lockstep(models, optimizers=optimizers, **arguments(recipe, ramp_steps))
             self.wires = simulated.wires
             self._group = SimulatedGroup(self.wires, simulated.group)
+            for wire in self.wires:
+                wire.scaler = self.scaler
         else:
             options = arguments(recipe, ramp_steps)
             self.wires = [compress(model, optimizer=optimizer, scaler=self.scaler, **options)]
@@ -71,13 +73,16 @@ class SyncWorkers(Workers):
             p.grad = update.to(device=p.device, dtype=p.dtype)
 
     def _overflowed(self, grads: Sequence[Grads]) -> StepResult | None:
-        """A step that overflows, as a scaler expects of some; checked before where it could not be dropped later."""
-        if self.scaler is None or self.wire.engine.unwrapped.rollback:
+        """A step that overflows, as a scaler expects of some; checked before where it could not be dropped later.
+
+        Nor could it be with a delayed exchange: the mean of the step before waits for one that the optimizer takes.
+        """
+        if self.scaler is None or (self.wire.engine.unwrapped.rollback and not self.wire.delays):
             return None
         if not any(grad_scaler.overflows(own, w.link, w.device) for w, own in zip(self.wires, grads, strict=True)):
             return None
         for wire in self.wires:
-            wire.engine.skip_step()
+            skip_step(wire)
         return StepResult({name: torch.zeros_like(p) for name, p in self.parameters.items()}, skipped=True)
 
     def select(self, worker: int) -> None:
@@ -98,7 +103,7 @@ class SyncWorkers(Workers):
         return tables, self._rows
 
     def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
-        whole = numbers if self.rank_info.virtual else self.wire.link.move(AllReduceOp(numbers, "sum"))
+        whole = numbers if self.rank_info.simulated else self.wire.link.move(AllReduceOp(numbers, "sum"))
         return whole, self.rank_info.world
 
     def evaluation_buffers(self, which: str) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ class Workers(ABC):
 
     def mean_loss(self, loss: Tensor) -> float:
         """The mean over all workers of a loss that is a mean over those of this process."""
-        return (loss if self.rank_info.virtual else self.mean(loss)).item()
+        return (loss if self.rank_info.simulated else self.mean(loss)).item()
 
     def mean_buffers(self) -> dict[str, Tensor]:
         """Means over all workers; of counters, which are no floats, those of the first one."""

@@ -14,18 +14,16 @@ Differs:  zero has a sign, plus, since one bit cannot say otherwise. The scale "
 Spec:     sign, sign(scale='norm'), sign(per=4096), chunk_topk(64) | sign(per=64, scales='bf16')
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import FeedbackKernel, MergeKernel, MomentumKernel, Quantizer
+from gradwire.codecs.stage import Quantizer
 from gradwire.core import Key, Traits, as_bytes, check_argument, from_bytes, is_count, register
 from gradwire.core.layout import Flat
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.groups import block_lengths, blocks_of, num_blocks
-from gradwire.kernels.momentum import Momentum, merge_sign_into_, momentum_sign_, sign_decode_times_
+from gradwire.kernels.momentum import Momentum, momentum_sign_, sign_decode_times_
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -53,21 +51,13 @@ class Sign(Quantizer):
             self, "per", self.per is None or is_count(self.per), "a positive whole number, as in sign(per=64)"
         )
 
-    @property
-    def feedback_kernel(self) -> FeedbackKernel | None:  # type: ignore[override]
-        return None if self._short else self._keep_error
-
-    def _keep_error(
+    def feedback_kernel(
         self, grad: Flat, residual: Tensor, decay: float, lengths: tuple[int, ...], before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         cut = block_lengths(lengths, self.per)
         return fused.feedback_sign_(grad, residual, decay, cut, self.scale == "norm", before=before)
 
-    @property
-    def momentum_kernel(self) -> MomentumKernel | None:  # type: ignore[override]
-        return None if self._short else self._keep_error_of_momentum
-
-    def _keep_error_of_momentum(
+    def momentum_kernel(
         self,
         grad: Flat,
         residual: Tensor,
@@ -81,16 +71,17 @@ class Sign(Quantizer):
         return momentum_sign_(grad, residual, momentum, decay, cut, self.scale == "norm", before, out)
 
     @property
-    def _short(self) -> bool:
-        return self.scales == "bf16"
+    def fuses(self) -> bool:  # type: ignore[override]
+        """Kernels that encode and keep the error have float32 scales."""
+        return self.scales == "fp32"
 
     def size(self, lengths: tuple[int, ...]) -> int:
-        return (2 if self._short else 4) * num_blocks(lengths, self.per) + packed_bytes(sum(lengths), 1)
+        return (4 if self.fuses else 2) * num_blocks(lengths, self.per) + packed_bytes(sum(lengths), 1)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         blocks = blocks_of(lengths, self.per)
         data = quantize.sign_encode(values, blocks, self.scale == "norm")
-        if not (self._short and len(blocks)):
+        if self.fuses or not len(blocks):
             return data
         scales, signs = from_bytes(data[: 4 * len(blocks)], torch.float32), data[4 * len(blocks) :]
         finite = torch.where(scales.isinf(), scales, scales.clamp(max=_LARGEST))  # rounding makes none infinite
@@ -110,24 +101,16 @@ class Sign(Quantizer):
 
     def _widened(self, data: Tensor, blocks: int) -> Tensor:
         """The same message with float32 scales."""
-        if not (self._short and blocks):
+        if self.fuses or not blocks:
             return data
         scales = from_bytes(data[: 2 * blocks], torch.bfloat16).float()
         return torch.cat((as_bytes(scales), data[2 * blocks :]))
 
-    @property
-    def merge(self) -> MergeKernel | None:  # type: ignore[override]
-        return None if self._short else self._merge
-
-    def _merge(self, messages: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def merge(self, messages: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         return fused.merge_sign(messages, error, block_lengths(lengths, self.per), self.scale == "norm")
 
-    @property
-    def merge_into(self) -> Callable[[Tensor, Tensor, tuple[int, ...], Tensor], Tensor] | None:  # type: ignore[override]
-        return None if self._short else self._merge_into
-
-    def _merge_into(self, messages: Tensor, error: Tensor, lengths: tuple[int, ...], out: Tensor) -> Tensor:
-        return merge_sign_into_(messages, error, block_lengths(lengths, self.per), self.scale == "norm", out)
+    def merge_into(self, messages: Tensor, error: Tensor, lengths: tuple[int, ...], out: Tensor) -> Tensor:
+        return fused.merge_sign(messages, error, block_lengths(lengths, self.per), self.scale == "norm", out)[0]
 
     @property
     def traits(self) -> Traits:

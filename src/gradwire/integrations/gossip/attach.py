@@ -42,13 +42,13 @@ def gossip(
         spec: A method with its graph, such as ``"choco(ring, gamma=auto)"`` or ``"dpsgd(torus)"``.
         codec: What messages are encoded with, such as ``"sign"``; by default float32.
         granularity: What the codec sees as one vector: each ``"layer"``, or the whole ``"model"``.
-        overlap: Whether messages travel behind the next forward and backward pass; what they change comes a step late.
+        overlap: Whether messages are sent during the next forward and backward pass; their effect comes a step late.
         process_group: The group to train over; by default the whole world.
-        seed: Of all random bits; equal on all ranks.
+        seed: The seed of all random bits; equal on all ranks.
         across: ``"hosts"`` makes one node of all ranks of a host, which are found from the environment that torchrun,
             mpirun or srun sets; so does a list of the ranks of each, ``[[0, 1], [2, 3]]``. The loop then calls
             ``average_gradients()`` of the handle before ``optimizer.step()``.
-        link: What moves the bytes, if not torch.distributed.
+        link: A backend that carries messages instead of torch.distributed.
         elastic: Whether to continue when neighbors die or stall, and to take them back; over connections of its own, so
             no process group is needed.
         timeout: Seconds after which a silent neighbor is dropped, with ``elastic=True``.

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.codecs.addends import dtype_of
-from gradwire.comm.collectives import AllReduceOp, Traffic, traffic
-from gradwire.engine import interleave
-from gradwire.engine.lockstep import Lockstep
-from gradwire.gossip import GossipMethod
-from gradwire.gossip.centralized import Centralized
+from gradwire.comm import Traffic
+from gradwire.comm.collectives import AllReduceOp, traffic
+from gradwire.engine import Lockstep, interleave
+from gradwire.gossip import Centralized, GossipMethod
 from gradwire.gossip.stacked import StackedNodes, stackable
 from gradwire.integrations.gossip.flat_params import CodecSpec, FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import GossipHandle
@@ -28,6 +27,7 @@ class BatchedGossip(GossipHandle):
     `gossip.stacked`; else ranks exchange messages in lockstep.
 
     Attributes:
+        flats: The parameters of each node's model; of one for all, where they lie elsewhere as rows.
         traffic: Of each node. The clock has the time of all replicas, as encoding.
     """
 
@@ -46,7 +46,7 @@ class BatchedGossip(GossipHandle):
         nodes = [chosen.node(flat.tensors, rank, world) for rank in range(world)]
         singles, first = tuple((rank,) for rank in range(world)), nodes[0]
         super().__init__(flat, nodes, singles if hosts is None else hosts, chosen.describe(first))
-        common = flat.read()
+        self.flats, common = [flat] * world, flat.read()
         for node in nodes:
             node.begin(common)
         # The ranks of each node, [nodes, ranks of each]; None where each has one.
@@ -93,9 +93,8 @@ class BatchedGossip(GossipHandle):
                 self._costs[phase] = [_cost(self._stack, rank, phase) for rank in range(len(self.nodes))]
             self.traffic = [old + new for old, new in zip(self.traffic, self._costs[phase], strict=True)]
             return self._stack.run(x)
-        decoded: dict[tuple[int, int], Tensor] = {}
         rows = [row.clone() for row in x]  # placed in memory as a lone rank's: some sums depend on it
-        protocols = [interleave([node.run(row, decoded=decoded)]) for node, row in zip(self.nodes, rows, strict=True)]
+        protocols = [interleave([node.run(row)]) for node, row in zip(self.nodes, rows, strict=True)]
         self._group.traffic = self.traffic
         return torch.stack([result[0] for result in self._group.drive(protocols)])
 
@@ -103,6 +102,8 @@ class BatchedGossip(GossipHandle):
         """Raise `Diverged` if parameters are no longer finite. On a GPU this waits for it."""
         if self._stack is not None:
             self._stack.check()
+        for node in self.nodes:
+            node.check()
 
     def close(self) -> None:
         """There is nothing to leave."""
@@ -125,20 +126,22 @@ class BatchedGossip(GossipHandle):
         """The report of one rank's node."""
         self._scatter()
         number = self._node_of[rank]
-        return summarize(self.nodes[number], self.traffic[number])
+        return summarize(self.nodes[number], self.flats[number], self.traffic[number])
 
     def state_dict(self) -> list[dict[str, Tensor]]:
         """One state for each node, as real ranks would save them."""
+        self.check()
         self._scatter()
-        return [self.save_node(node) for node in self.nodes]
+        return [self.save_node(node, flat) for node, flat in zip(self.nodes, self.flats, strict=True)]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         if len(states) != len(self.nodes):
             raise ValueError(f"there are {len(states)} states for {len(self.nodes)} replicas; pass one for each")
         for node, state in zip(self.nodes, states, strict=True):
             self.check_state(state, node)
-        for node, state in zip(self.nodes, states, strict=True):
-            self.load_node(node, state)
+        _require_common_numbers(states)
+        for node, flat, state in zip(self.nodes, self.flats, states, strict=True):
+            self.load_node(node, flat, state)
         if self._stack is not None:
             self._stack.gather()
 
@@ -165,11 +168,7 @@ class BatchedGossip(GossipHandle):
 
 
 class SimulatedGossip(BatchedGossip):
-    """Gossips N models of this process, in lockstep. Call it after all of them have taken their step.
-
-    Attributes:
-        flats: The models' parameters.
-    """
+    """Gossips N models of this process, in lockstep. Call it after all of them have taken their step."""
 
     def __init__(
         self, models: Sequence[nn.Module], spec: str | GossipMethod, codec: CodecSpec | None = None, **options: Any
@@ -183,16 +182,20 @@ class SimulatedGossip(BatchedGossip):
 
     def __call__(self) -> None:
         """One round of gossip of all models."""
+        for flat in self.flats:
+            flat.refuse_later()
         for flat, x in zip(self.flats, self.mix(self._stacked()), strict=True):
             flat.write_(x)
 
     def distance(self) -> float:
         """The root mean square over models of |x_i - mean|."""
+        self.check()
         x = self._stacked().double()
         return float((x - x.mean(0)).square().sum(1).mean().sqrt())
 
     def mean_into_(self, model: nn.Module) -> None:
         """Write the mean of parameters and floating-point buffers into another model of the same make."""
+        self.check()
         FlatParams(model).write_all_(torch.stack([flat.read_all() for flat in self.flats]).mean(0))
 
     def _stacked(self) -> Tensor:
@@ -213,6 +216,14 @@ def gossip_lockstep(
                 "leave it out, or call gossip in a process for each rank"
             )
     return SimulatedGossip(models, spec, codec, **options)
+
+
+def _require_common_numbers(states: Sequence[Mapping[str, Tensor]]) -> None:
+    """Refuse states of several runs: nodes would decode each other's messages by other random bits."""
+    for name in ("seed", "step"):
+        numbers = sorted({int(state[f"gradwire/{name}"]) for state in states})
+        if len(numbers) > 1:
+            raise ValueError(f"the states have different {name}s, {numbers}; pass those that were saved together")
 
 
 def _cost(stack: StackedNodes, rank: int, phase: int) -> Traffic:

@@ -24,7 +24,7 @@ _log = logging.getLogger("gradwire.gossip")
 
 
 class ElasticGossip(RankHandle):
-    """Gossips one model's parameters with the neighbors that are there. Call it after ``optimizer.step()``.
+    """Gossips one model's parameters with the neighbors that are connected. Call it after ``optimizer.step()``.
 
     A lost neighbor's weight returns to its owner. If only one end of an edge finished its last round, the mean model
     has moved by what flowed over it, over the number of ranks; the last flow that is known is logged, and `report` adds
@@ -50,7 +50,6 @@ class ElasticGossip(RankHandle):
         self.rounds_made = self.messages_sent = 0
         self._logged = 0  # losses
         self._known: set[int] = set()  # neighbors that have ever taken part
-        self._last_live: tuple[int, ...] = ()  # those that took part in the last round
         self._gathers = (-1, 0)  # a step, and how many times `gather_reachable` was called in it
         whole = f"{self.description}; seed {options.seed}; world {world}; {flat.fingerprint().tolist()}"
         most_bytes = _SMALL_BYTES + world * (4 + 4 * flat.read_all().numel())  # what `gather_models` sends at its end
@@ -80,9 +79,9 @@ class ElasticGossip(RankHandle):
         live = self.mesh.begin(step)
         self._log_rejoined(live, step)
         self._log_lost(step)  # now, while flows are those of the last round
+        self.node.flows = {peer: flow for peer, flow in self.node.flows.items() if live.get(peer) is False}
         mixed = self._mix_without_corrupt(x, live)
         self._log_lost(step)
-        self._last_live = tuple(live)
         self.rounds_made += 1
         self.messages_sent += len(live)
         self.mesh.publish(step + 1, snapshot_of(mixed, buffers))
@@ -145,9 +144,10 @@ class ElasticGossip(RankHandle):
         known, new = {self.rank: own}, {self.rank: own}
         step = self.node.step
         self._gathers = step, self._gathers[1] + 1 if self._gathers[0] == step else 0
+        partners = self.mesh.partners(step)
         for hop in range(self.world - 1):  # no path is longer
             index = UNCOUNTED + self._gathers[1] * self.world + hop
-            received = self.mesh.exchange(step, index, dict.fromkeys(self._last_live, _pack(new)))
+            received = self.mesh.exchange(step, index, dict.fromkeys(partners, _pack(new)))
             tensors = {rank: x for peer, body in received.items() for rank, x in self._unpack(peer, body, own).items()}
             new = {rank: x for rank, x in tensors.items() if rank not in known}
             known |= new
@@ -174,7 +174,7 @@ class ElasticGossip(RankHandle):
     def state_dict(self) -> dict[str, Tensor]:
         """Copies, gamma and step."""
         self.wait()
-        return self.save_node(self.node)
+        return self.save_node(self.node, self.flat)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from this rank's own state, and join the group at its step, or at the group's if that is further.
@@ -184,12 +184,22 @@ class ElasticGossip(RankHandle):
         """
         self.wait()
         self.check_state(state, self.node)
+        self._check_seed(int(state["gradwire/seed"]))
         self.node.load(state)
+        self.flat.load(state)
         self.node.step = self.node.number = int(state["gradwire/step"])
         self.mesh.leave()
         self._membership.join(resumes=True)
         self._logged = len(self.mesh.edges.lost)
         self.node.flows.clear()
+
+    def _check_seed(self, saved: int) -> None:
+        """Refuse another seed than neighbors have: what they decode of random entries would be others' values."""
+        if saved != self.node.seed:
+            raise ValueError(
+                f"the state was saved with seed {saved}, and this group has seed {self.node.seed}; attach all ranks "
+                f"with seed={saved}"
+            )
 
     def report(self, rank: int = 0) -> GossipReport:
         """Bytes, distance, memory, gamma and losses so far."""
@@ -199,9 +209,10 @@ class ElasticGossip(RankHandle):
         snapshot = 1 + sum(buffer.numel() for buffer in self.flat.buffers.values()) / max(1, parameters)
         return summarize(
             self.node,
+            self.flat,
             self.mesh.edges.traffic,
             dense=self.node.method.dense_bytes(parameters, self.messages_sent, self.world),
-            memory_floats=self.node.floats_per_parameter + snapshot,
+            memory_floats=self.node.floats_per_parameter + self.flat.floats_per_parameter + snapshot,
             dropped=len(self.mesh.edges.lost),
             rejoined=self.rejoined,
             drift=self.drift,

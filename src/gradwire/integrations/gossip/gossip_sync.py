@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllReduceOp, Traffic
 from gradwire.engine import execute, interleave
-from gradwire.integrations.consistency import agree, errors_on_all_ranks
+from gradwire.integrations.consistency import agree, errors_on_all_ranks, gather_notes
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
 from gradwire.integrations.gossip.hosts import HostShare
@@ -19,8 +19,8 @@ class GossipSync(RankHandle):
     """Gossips the parameters of one model over one link. Call it after ``optimizer.step()``.
 
     Attributes:
-        link: What moves the bytes.
-        share: The parameters that this rank gossips: all, or those that it serves for its host.
+        link: The backend that carries messages.
+        share: The parameters that this rank gossips: all, or its share of its host's.
     """
 
     def __init__(self, model: nn.Module, link: Backend, options: GossipOptions) -> None:
@@ -74,7 +74,7 @@ class GossipSync(RankHandle):
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's memories and step: plain tensors, keyed by parameter name."""
         self.wait()
-        return {**self.save_node(self.node), **self.share.state()}
+        return {**self.save_node(self.node, self.flat), **self.share.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Continue from this rank's own state. All ranks must call it; a state that one cannot load, none loads."""
@@ -84,8 +84,9 @@ class GossipSync(RankHandle):
             for one in states:
                 self.check_state(one, self.node)
                 self.share.check_state(one)
-        agree(self.link, self.description, {}, int(states[0]["gradwire/step"]), call="load_state_dict()")
-        self.load_node(self.node, states[0])
+        numbers = {name: int(states[0][f"gradwire/{name}"]) for name in ("seed", "step")}
+        gather_notes(self.link, {"spec": self.description, **numbers, "call": "load_state_dict()"})
+        self.load_node(self.node, self.flat, states[0])
 
     def fits(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a state was saved in a world like this one."""
@@ -97,7 +98,7 @@ class GossipSync(RankHandle):
         del rank
         self.wait()
         inside = {"ranks_per_node": self.share.size, "sent_inside": self.link.inside.sent}
-        return summarize(self.node, self.link.traffic, **inside)
+        return summarize(self.node, self.flat, self.link.traffic, **inside)
 
     def counters(self) -> list[list[float]]:
         counts = [self.link.traffic] if self.share.size == 1 else [self.link.traffic, self.link.inside]

@@ -13,7 +13,8 @@ from torch import Tensor
 from gradwire.core.renamed import renamed_attributes
 from gradwire.engine.checkpoint import facts_of, saved_spec
 from gradwire.engine.drive import Clock
-from gradwire.gossip import Node
+from gradwire.gossip import LocalGossip, Node
+from gradwire.gossip.message import diverged
 from gradwire.integrations.comm_worker import CommWorker
 from gradwire.integrations.gossip.flat_params import FlatParams
 from gradwire.integrations.gossip.report import GossipReport
@@ -61,11 +62,16 @@ class GossipHandle(ABC):
         node = self.nodes[0]
         return f"<{type(self).__name__}: {self.description}; {node.topology}; {self._where}step {node.step}>"
 
-    def save_node(self, node: Node) -> dict[str, Tensor]:
-        """The state of a node: copies, residuals and step, as plain tensors by parameter name."""
+    def save_node(self, node: Node, flat: FlatParams) -> dict[str, Tensor]:
+        """The state of a node and its model: copies, residuals and step, as plain tensors by parameter name.
+
+        Raises:
+            Diverged: Its parameters are no longer finite.
+        """
+        node.check()
         numbers = {name: getattr(node, name) for name in ("number", "rank", "seed", "step")}
         numbers["world"] = node.topology.size
-        return {**facts_of(self.description, self.flat.fingerprint(), numbers), **node.save()}
+        return {**facts_of(self.description, self.flat.fingerprint(), numbers), **node.save(), **flat.save()}
 
     def check_state(self, state: Mapping[str, Tensor], node: Node) -> None:
         """Refuse a state of another run.
@@ -89,10 +95,11 @@ class GossipHandle(ABC):
             raise ValueError("the state was saved for another model: its parameters differ in name, number or shape")
 
     @staticmethod
-    def load_node(node: Node, state: Mapping[str, Tensor]) -> None:
+    def load_node(node: Node, flat: FlatParams, state: Mapping[str, Tensor]) -> None:
         """Continue from a state. A node that serves no parameter has no memories."""
         if len(node.tensors):
             node.load(state)
+        flat.load(state)
         node.step, node.number, node.seed = (int(state[f"gradwire/{name}"]) for name in ("step", "number", "seed"))
 
     @property
@@ -172,6 +179,7 @@ class RankHandle(GossipHandle):
 
     def __call__(self) -> None:
         """Average with the neighbors; with ``overlap=True``, start to, and apply what the last call started."""
+        self.flat.refuse_later()
         self.flat.write_(self.mix(self.flat.read()))
 
     @abstractmethod
@@ -203,24 +211,24 @@ class RankHandle(GossipHandle):
             self.node.store_pending(x, mixed.result())
 
     def check(self) -> None:
-        """Wait for the round under way, which raises `Diverged` where parameters are not finite."""
+        """Wait for the round under way, which raises `Diverged` where parameters are not finite.
+
+        With `local_gossip`, whose local steps send nothing, all ranks must call it, and all raise the error.
+        """
         self.wait()
+        if isinstance(self.node.method, LocalGossip) and self.max_over_processes(float(self.node.diverged)):
+            raise diverged("this rank" if self.node.diverged else "another rank", self.node.step)
 
     # -- the mean model ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The model holds the mean over ranks in here, of parameters and of floating-point buffers. Collective."""
-        self.wait()
-        own, buffers = self.flat.read_all(), [buffer.clone() for buffer in self.flat.buffers.values()]
-        total, count = self.sum_over_processes(own)
-        self.flat.write_all_(total / count)
-        try:
+        self.check()
+        total, count = self.sum_over_processes(self.flat.read_all())
+        with self.flat.restored():
+            self.flat.write_all_(total / count)
             yield
-        finally:
-            self.flat.write_all_(own)
-            for buffer, value in zip(self.flat.buffers.values(), buffers, strict=True):
-                buffer.copy_(value)  # exactly, whatever its dtype
 
     def evaluate_mean(self, evaluate: Callable[[], T]) -> T:
         """What ``evaluate()`` returns while the model holds the mean. All ranks must call it, at the same step."""
@@ -229,7 +237,7 @@ class RankHandle(GossipHandle):
 
     def distance(self) -> float:
         """The root mean square of |x_i - mean| over all ranks that can be reached. All of them must call it."""
-        self.wait()
+        self.check()
         x = self.flat.read().double()
         total, count = self.sum_over_processes(x)
         square, count = self.sum_over_processes((x - total / count).square().sum()[None])

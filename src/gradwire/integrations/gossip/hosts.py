@@ -16,6 +16,7 @@ from gradwire.core import Payload, Segments, SendRecv, Sum, as_bytes, from_bytes
 from gradwire.engine.partition import Atom, balance
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
+from gradwire.integrations.model import own_gradient
 
 
 class HostShare:
@@ -55,7 +56,7 @@ class HostShare:
         if self.size == 1:
             return
         parameters = self._flat.parameters.values()
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        grads = [torch.zeros_like(p) if (own := own_gradient(p)) is None else own for p in parameters]
         has_grad = torch.tensor([float(p.grad is not None) for p in parameters], device=self._flat.device)
         mean = self.average(torch.cat([*(grad.detach().flatten().to(has_grad) for grad in grads), has_grad]))
         *parts, anywhere = mean.split([*self._flat.tensors.lengths, len(has_grad)])

@@ -6,6 +6,7 @@ from typing import Any
 from gradwire.comm.collectives import Traffic
 from gradwire.core.renamed import renamed_attributes
 from gradwire.gossip import Node
+from gradwire.integrations.gossip.flat_params import FlatParams
 
 
 @renamed_attributes({"beside": "ranks_per_node"})
@@ -20,8 +21,9 @@ class GossipReport:
         sent: Bytes that this rank has sent, headers included.
         received: Bytes that it has received.
         collectives: How many collectives carried them; 0 with elastic=True, which needs none.
-        dense: Bytes that the same models would have been in float32, to the same neighbors, or in an all-reduce.
-        gamma: The consensus step of the last round.
+        dense: Bytes that the same models would have been in float32, in every step, to the same neighbors, or in an
+            all-reduce.
+        gamma: The consensus step of the last round; 1 before the first.
         consensus: An estimate of the distance from the mean model; `GossipSync.distance` measures it.
         memory_floats: Float32 numbers stored for each parameter; with elastic=True also the model as of the last
             step, for ranks that come back.
@@ -30,8 +32,8 @@ class GossipReport:
         drift: About how far rounds that only one end of an edge finished have moved the mean model, as a norm.
         ranks_per_node: Of the bytes above, each rank of a node sends a share.
         sent_inside: Bytes that this rank sent to others in its node: gradients, and mixed parameters.
-        rounds: Rounds that this rank has made itself: fewer than steps if it came back.
-        messages: Messages that it has sent in them, one to each neighbor that was there.
+        rounds: Rounds that this rank has made itself: fewer than steps with `local_gossip`, or if it came back.
+        messages: Messages that it has sent in them, to each neighbor that was there; several with iterations > 1.
     """
 
     steps: int
@@ -78,9 +80,9 @@ class GossipReport:
         return "\n".join(lines)
 
 
-def summarize(node: Node, traffic: Traffic, **others: Any) -> GossipReport:
-    """The report of a node; ``others`` are fields that it does not know, or knows otherwise."""
-    degree, world = node.topology.degrees[node.rank], node.topology.size
+def summarize(node: Node, flat: FlatParams, traffic: Traffic, **others: Any) -> GossipReport:
+    """The report of a node and its model; ``others`` are fields that it does not know, or knows otherwise."""
+    degree, world, rounds = node.topology.degrees[node.rank], node.topology.size, node.method.rounds(node.step)
     fields = dict(
         steps=node.step,
         world=world,
@@ -91,8 +93,8 @@ def summarize(node: Node, traffic: Traffic, **others: Any) -> GossipReport:
         dense=node.method.dense_bytes(node.tensors.total, degree, world) * node.step,
         gamma=node.gamma,
         consensus=node.consensus,
-        memory_floats=node.floats_per_parameter,
-        rounds=node.step,
-        messages=node.step * degree,
+        memory_floats=node.floats_per_parameter + flat.floats_per_parameter,
+        rounds=rounds,
+        messages=rounds * node.method.iterations * degree,
     )
     return GossipReport(**{**fields, **others})

@@ -1,8 +1,8 @@
 """`local`: one call after which a model takes local steps."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -24,12 +24,14 @@ from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.elastic_place import LOOPBACK, ElasticPlace, elastic_place_of
 from gradwire.integrations.entry_point import COMPRESS
+from gradwire.integrations.grad_scaler import has_scaler
 from gradwire.integrations.local.elastic import ElasticGroup, elastic_method
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.model import is_plain, refuse_later, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer_warning import OptimizerWarning
 from gradwire.integrations.ownership import refuse_wires, register_local
 from gradwire.integrations.setup import Options, Setup
+from gradwire.integrations.trainer_warnings import warn_user
 from gradwire.local.method import LocalMethod, OuterFactory
 
 Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
@@ -52,6 +54,7 @@ def local(
     granularity: str = "layer",
     rules: Sequence[Rule] = (),
     bundle: str | None = "fp16",
+    scaler: torch.amp.GradScaler | None = None,
     process_group: "torch.distributed.ProcessGroup | None" = None,
     seed: int = 0,
     bucket_mb: float = BUCKET_BYTES / 2**20,
@@ -69,8 +72,8 @@ def local(
 
     Args:
         model: This rank's replica. It starts with the parameters and buffers of rank 0.
-        optimizer: That steps the model: any, and it is left alone; or a list of several, where each steps a part. In
-            the start of a method that has one, its ``step()`` averages gradients first.
+        optimizer: The optimizer that steps the model, of any kind, which stays as it is; or a list of several, if each
+            steps a part. In the start of a method that has one, its ``step()`` averages gradients first.
         spec: The round: ``"sparseloco(H=5)"``, ``"diloco(H=30)"``, ``"local_sgd(H=8)"``, ...
         codec: How differences are encoded, such as ``"int4"``; by default as in the spec.
         feedback: What happens to the error of the codec; by default the spec's, if that keeps errors, or what the codec
@@ -82,20 +85,22 @@ def local(
         outer_device: Where outer weights and their momentum are kept: ``"cpu"`` to spare a GPU; by default with the
             model. Errors stay with the model.
         uneven: Whether ranks take as many steps in a round as their speed allows, H on average, so that all end it at
-            about the same time. Differences are weighted by steps.
+            about the same time. Differences are weighted by steps, but in a mean over senders.
         auto: Whether H is measured: after two rounds of the spec's H, it is the shortest after which a step takes at
             most 1.1 times its computing. `report()` and ``print`` show it.
         granularity: As for `compress`; so are the arguments below.
         rules: Exceptions, tried in order before the codec.
-        bundle: The codec of 1-D tensors, which travel together, where the others are compressed.
+        bundle: The codec of 1-D tensors, which are sent together, if the others are compressed.
+        scaler: The GradScaler of the loop, if it has one. It may skip the step of one rank alone, so in a start by
+            gradients call `average_gradients()` before ``scaler.step(optimizer)``: all ranks then skip it, or none.
         process_group: The group to train over; by default the whole world.
-        seed: Of all random bits; equal on all ranks.
+        seed: The seed of all random bits; equal on all ranks.
         bucket_mb: Megabytes of differences that travel together.
-        rollback: Keep the memories of before a round until all ranks have agreed on it.
+        rollback: Keep the memories from before a round until all ranks have committed it.
         across: ``"hosts"``, or the ranks of each host: differences are averaged inside a host, and compressed between
-            hosts. The model may then be a `DistributedDataParallel` over the ranks of its host. Of a model under
+            hosts. The model may then be a `DistributedDataParallel` over the ranks of its host. For a model under
             ``fully_shard``: the dimension of the mesh between replicas, ``mesh["replicate"]``.
-        link: What moves the bytes, if not torch.distributed.
+        link: A backend that carries messages instead of torch.distributed.
         elastic: Whether rounds continue when workers die or stall, and take them back. It uses its own connections, so
             no process group is needed. A worker that joins takes over the outer weights of a member.
         timeout: Seconds after which a worker that others wait for is dropped, with ``elastic=True``; twice as long as a
@@ -106,7 +111,7 @@ def local(
         host: The address under which other elastic workers reach this one.
 
     Returns:
-        A handle: ``report()``, ``averaged()``, ``state_dict()``, ``set(...)``, ``off()``.
+        A handle: ``report()``, ``averaged()``, ``state_dict()``, ``set(...)``, ``off()``, ``close()``.
     """
     place = elastic_place_of(elastic, rank, world, meeting, timeout, host)
     if place is not None:
@@ -131,14 +136,15 @@ def local(
             raise ValueError("DistributedDataParallel averages gradients over all ranks; pass the module inside of it")
         chosen = COMPRESS.rounds(spec, codec, feedback, exchange)
         inner = model if ddp is None else ddp.module
-        options = Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback)
+        options = Options(None, None, granularity, rules, bundle, scaler, seed, bucket_mb, rollback)
         setup = setup_of(inner, backend, options, sharded=replicas is not None)
         refuse_wires(setup.parameters, backend.world)
         optimizers = checked_optimizers(optimizer, chosen, inner, warn=backend.rank == 0)
+    handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven, measured=auto)
     if replicas is not None:
         replicas.take_over(backend)
-    handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven, measured=auto)
-    hook_steps(handle, optimizers, handle.average_gradients)
+        handle.closing.callback(replicas.give_back)
+    hook_steps(handle, optimizers, LocalSync.average_gradients if scaler is None else require_averaged)
     register_local(handle, setup.parameters, backend.world)
     return handle
 
@@ -161,13 +167,13 @@ def _local_elastic(
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     group = ElasticGroup(place, f"{chosen}; {options}; {shapes}", numbers)
     try:
-        setup = Setup(parameters, group.link, options, check_model=_later(model))
+        setup = Setup(parameters, group.link, options, check_model=_later(model), mixed=True)
         handle = LocalSync(model, setup, chosen, outer, outer_device, group=group)
         group.begin(handle)
     except BaseException:
         group.mesh.close()
         raise
-    hook_steps(handle, optimizers, handle.average_gradients)
+    hook_steps(handle, optimizers, LocalSync.average_gradients)
     register_local(handle, parameters, place.world)
     return handle
 
@@ -181,11 +187,10 @@ def checked_optimizers(given: Optimizers, chosen: LocalMethod, model: nn.Module,
     _check_stepped(optimizers, model, chosen.start)
     kinds = [type(one).__name__ for one in optimizers]
     if warn and chosen.inner and not any(chosen.inner.lower() in kind.lower() for kind in kinds):
-        warnings.warn(
+        warn_user(
             f"this method is meant for inner steps of {chosen.inner}, not of {', '.join(kinds)}; pass "
             f"[torch.optim.{chosen.inner}(matrices), torch.optim.AdamW(others)], or use diloco",
             OptimizerWarning,
-            stacklevel=3,
         )
     return optimizers
 
@@ -209,32 +214,70 @@ def _check_stepped(optimizers: Sequence[Optimizer], model: nn.Module, start: int
         )
 
 
-def hook_steps(handle: LocalSync, optimizers: Sequence[Optimizer], before_step: Callable[[], None]) -> None:
+def hook_steps(handle: LocalSync, optimizers: Sequence[Optimizer], before_step: Callable[[LocalSync], None]) -> None:
     """Have optimizers call something before their steps, and refuse two steps of one without a call of the handle."""
     for number, optimizer in enumerate(optimizers):
 
-        def note(_: Optimizer, args: Any, kwargs: Any, number: int = number) -> Any:
-            if number in handle.unfinished:
-                raise RuntimeError(
-                    "optimizer.step() was called a second time, and outer() was not called after the first; call the "
-                    "handle that gradwire.local returned once after every step"
-                )
+        def note(optimizer: Optimizer, args: Any, kwargs: Any, number: int = number) -> Any:
+            _check_step(handle, number)
+            if before_step is LocalSync.average_gradients:  # no scaler was given
+                _refuse_scaler(handle, optimizer)
             handle.unfinished.add(number)
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is not None:  # gradients are there when it has run
-                return args[:1], {**kwargs, "closure": partial(_run, closure, before_step)}
-            before_step()
+                return args[:1], {**kwargs, "closure": _followed(closure, before_step, handle)}
+            before_step(handle)
             return None
 
         if optimizer in _hooks:
             _hooks[optimizer].remove()  # of a handle that this one replaces
         _hooks[optimizer] = optimizer.register_step_pre_hook(note)
+        handle.closing.callback(_hooks[optimizer].remove)
 
 
-def _run(closure: Callable[[], Any], then: Callable[[], None]) -> Any:
-    loss = closure()
-    then()
-    return loss
+def require_averaged(handle: LocalSync) -> None:
+    """Refuse a step of the start whose gradients are those of one rank alone."""
+    handle.start.require_averaged(handle.steps)
+
+
+def _check_step(handle: LocalSync, number: int) -> None:
+    """Refuse a second step without a call of the handle, and weights that were loaded after it was made."""
+    if number in handle.unfinished:
+        raise RuntimeError(
+            "optimizer.step() was called a second time, and outer() was not called after the first; call the handle "
+            "that gradwire.local returned once after every step"
+        )
+    if not (handle.steps or handle.method.start or handle.unfinished) and handle.outer.differs():
+        raise RuntimeError(
+            "the model's weights have changed since gradwire.local was called, and the first round would take that "
+            "back; load weights before gradwire.local, or a state of the handle by gradwire.load(outer, folder)"
+        )
+
+
+def _refuse_scaler(handle: LocalSync, optimizer: Optimizer) -> None:
+    """In the first step, refuse a GradScaler that a start by gradients was not given: it would find zeros."""
+    if handle.start.wire is not None and not handle.start.steps and has_scaler(optimizer):
+        raise ValueError(
+            f"a GradScaler steps {type(optimizer).__name__}, and the start does not know it, so the scaler would "
+            "never back off; write gradwire.local(..., scaler=scaler)"
+        )
+
+
+def _followed(closure: Callable[[], Any], then: Callable[[LocalSync], None], handle: LocalSync) -> Callable[[], Any]:
+    """A closure after whose first run something is called; in the start, a second run is refused."""
+    runs = count()
+
+    def run() -> Any:
+        if next(runs) and handle.start.sends(handle.steps):
+            raise RuntimeError(
+                "in the start gradients are averaged once a step, and this optimizer runs its closure again, which "
+                "makes others; leave start= out, or take an optimizer that runs it once (for LBFGS, max_iter=1)"
+            )
+        loss = closure()
+        then(handle)
+        return loss
+
+    return run
 
 
 def setup_of(model: nn.Module, backend: Backend, options: Options, sharded: bool = False) -> Setup:
@@ -244,7 +287,8 @@ def setup_of(model: nn.Module, backend: Backend, options: Options, sharded: bool
     shared = dict((*model.named_parameters(), *model.named_buffers()))
     accepts = (lambda _: True) if sharded else is_plain
     parameters = trainable(model.named_parameters(), accepts)
-    return Setup(parameters, backend, options, shared=shared, check_model=_later(model, sharded), sharded=sharded)
+    later = _later(model, sharded)
+    return Setup(parameters, backend, options, shared=shared, check_model=later, sharded=sharded, mixed=not sharded)
 
 
 def _later(model: nn.Module, sharded: bool = False) -> Callable[[], None]:

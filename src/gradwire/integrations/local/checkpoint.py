@@ -2,11 +2,12 @@
 
 ``local/steps`` and ``local/inside`` are the place in the training, ``local/outer/NAME`` and ``local/optimizer/...`` the
 outer weights and their optimizer, ``local/own/NAME`` the replica itself, ``local/kept/NAME`` by how much it was ahead
-of the outer weights when the round began, ``local/flight/NAME`` what a message under way
-led to, ``local/pace`` the steps of each rank in a round, ``local/H`` those of all, where they were measured,
-``local/round`` the next one of an elastic group, ``local/inner/...`` tensors of inner optimizers, where these are
-saved, too. Errors have the names that wires save them under; those of further fragments come after
-``local/fragment/1/``.
+of the outer weights when the round began, ``local/ages`` inner steps since each fragment was sent,
+``local/flight/NAME`` what a message under way led to, ``local/pace`` the steps of each rank in a round, ``local/H``
+those of all, where they were measured, ``local/method`` the numbers of all rounds, ``local/rounds`` how often a
+schedule has changed them, ``local/round`` the next one of an elastic group, ``local/inner/...`` tensors of inner
+optimizers, where these are saved, too. Errors have the names that wires save them under; those of further fragments
+come after ``local/fragment/1/``.
 """
 
 from collections.abc import Sequence
@@ -21,22 +22,28 @@ from gradwire.engine import StepResult
 from gradwire.engine.checkpoint import Saved, is_own, of_shard
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
-from gradwire.integrations.local.outer import on_host
+from gradwire.integrations.local.outer import on_host, require_own
 from gradwire.integrations.local.round_length import take_rounds
 from gradwire.integrations.model import distributed_as, local_part
+from gradwire.local.method import LocalMethod
 
 if TYPE_CHECKING:
     from gradwire.integrations.local.handle import LocalSync
 
 _KEY = "local/"
+_NUMBERS = ("H", "rate", "momentum", "nesterov", "alpha", "keep", "delay")  # of rounds, which a state must share
 
 
 def save(handle: "LocalSync") -> dict[str, Tensor]:
     """This rank's state."""
     first, *others = handle.wires
     state = {"steps": torch.tensor(handle.steps), "inside": torch.tensor(handle.inside)}
+    state["method"] = _numbers_of(handle.schedule)
+    if handle.schedule.later:  # the next round may take others, and has not begun
+        state["rounds"] = torch.tensor(len(handle.schedule.later) - len(handle.method.later))
     state |= {f"own/{name}": x.cpu().contiguous() for name, x in handle.outer.model_tensors().items()}
     state |= {f"kept/{name}": on_host(x) for name, x in handle.outer.kept.items()}
+    state["ages"] = torch.tensor([fragment.age for fragment in handle.fragments])
     for fragment in handle.fragments:
         if fragment.pending_result is not None:
             result = fragment.pending_result.result()
@@ -44,7 +51,7 @@ def save(handle: "LocalSync") -> dict[str, Tensor]:
             state |= {f"flight/{name}": on_host(x) for name, x in result.updates.items()}
     state |= handle.outer.state_dict()
     if handle.measured is not None and handle.measured.chosen is not None:
-        state["H"] = torch.tensor(handle.measured.chosen)
+        state["H"] = torch.tensor(handle.method.H)  # which `set` may have changed since
     if handle.uneven_steps is not None:
         state["pace"] = torch.tensor(handle.uneven_steps.steps)
     if handle.group is not None:
@@ -64,7 +71,7 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     with errors_on_all_ranks(handle.link):
         _check(handle, states)
     first, *others = handle.wires
-    first.load_state_dict(states)
+    first.load_state_dict([{key: x for key, x in one.items() if not key.startswith(_KEY)} for one in states])
     for number, wire in enumerate(others, 1):
         wire.load_state_dict([_below(one, f"{_KEY}fragment/{number}/") for one in states])
     if handle.start.wire is not None:
@@ -72,7 +79,8 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     mine = next((one for one in states if is_own(handle.wire.engine, one)), None)
     local = _below(states[0] if mine is None else mine, _KEY)
     handle.steps, handle.inside, handle.start.averaged = int(local["steps"]), int(local["inside"]), False
-    take_rounds(handle, handle.steps - handle.inside)
+    handle.loaded_steps, handle.rounds = handle.steps, first.engine.unwrapped.step
+    take_rounds(handle, _rounds_of(handle, local))
     handle.outer.load_state_dict(local)
     handle.unfinished.clear()
     if handle.measured is not None and "H" in local:
@@ -100,12 +108,26 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
         fragment.age = 0
 
 
+def _numbers_of(schedule: LocalMethod) -> Tensor:
+    """A row for each of the rounds: after which step they begin, and their numbers."""
+    rounds = [(0, schedule), *schedule.later]
+    rows = [[first, *(getattr(one, name) for name in _NUMBERS)] for first, one in rounds]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _rounds_of(handle: "LocalSync", local: Saved) -> LocalMethod:
+    """The rounds that the state was saved in, whose rate it has."""
+    schedule = handle.schedule
+    if "rounds" in local and int(local["rounds"]) <= len(schedule.later):
+        return schedule.changed(int(local["rounds"]))
+    return schedule.after(handle.steps - handle.inside)
+
+
 def _load_pending_results(handle: "LocalSync", local: Saved) -> None:
-    results, count = _below(local, "flight/"), len(handle.fragments)
-    for fragment in handle.fragments:
-        fragment.pending_result, number = None, fragment.number
-        offset = handle.method.offset(number, count)
-        fragment.age = (handle.inside - offset) % handle.method.H if offset else handle.inside
+    results = _below(local, "flight/")
+    ages = local["ages"].tolist() if "ages" in local else [handle.inside] * len(handle.fragments)
+    for fragment, age in zip(handle.fragments, ages, strict=True):
+        fragment.pending_result, fragment.age, number = None, age, fragment.number
         if _skipped_key(number) in local:
             updates = {name: results[name].to(fragment.wire.device) for name in fragment.names if name in results}
             fragment.pending_result = CompletedFuture([StepResult(updates, bool(local[_skipped_key(number)]))])
@@ -140,12 +162,33 @@ def _check(handle: "LocalSync", states: Sequence[Saved]) -> None:
     if not states or any(f"{_KEY}steps" not in one for one in states):
         raise ValueError("this is no state of local steps: it lacks local/steps; pass what state_dict() returned")
     outer = handle.outer
+    require_own(outer, "outer.load_state_dict()")
     needed = ["rate", *(f"outer/{name}" for name in outer.weights), *(f"buffer/{name}" for name in outer.buffers)]
     missing = [name for name in needed if f"{_KEY}{name}" not in states[0]]
     if handle.group is not None and (len(states) != 1 or not handle.fits(states[0])):
         raise ValueError("a worker of an elastic group continues from its own state; pass that one")
     if missing:
         raise ValueError(f"the state lacks {missing[0]}; is it a checkpoint of another model?")
+    _check_rounds(handle, states[0])
     saved = 1 + len({key.split("/")[2] for key in states[0] if key.startswith(f"{_KEY}fragment/")})
     if saved != len(handle.fragments):
         raise ValueError(f"the state has {saved} fragments, and this model {len(handle.fragments)}; take as many")
+
+
+def _check_rounds(handle: "LocalSync", state: Saved) -> None:
+    """Refuse a state of other rounds: their rate and momentum would be continued by these."""
+    own, saved = _numbers_of(handle.schedule), state.get(f"{_KEY}method")  # older states have none
+    if saved is None:
+        return
+    given = 0 if handle.measured is None else 2  # the first column; H may have been measured
+    if own.shape != saved.shape or not torch.equal(own[:, given:], saved[:, given:]):
+        texts = ["; ".join(_row_text(row) for row in table.tolist()) for table in (saved, own)]
+        raise ValueError(
+            f"the state was saved in rounds of {texts[0]}, and these have {texts[1]}; call outer.set(...) with the "
+            "first ones before loading, and with others after it"
+        )
+
+
+def _row_text(row: Sequence[float]) -> str:
+    text = ", ".join(f"{name}={number:g}" for name, number in zip(_NUMBERS, row[1:], strict=True) if number)
+    return f"{text} from step {row[0]:.0f}" if row[0] else text

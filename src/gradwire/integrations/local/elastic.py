@@ -35,7 +35,7 @@ _log = logging.getLogger("gradwire.local")
 
 
 class ElasticLink(UncountedBackend):
-    """The link of a worker outside of rounds, where it agrees with itself. Its bytes are those of the mesh."""
+    """The link of a worker outside of rounds, where it needs no agreement. Its bytes are those of the mesh."""
 
     traffic = delegated("edges", "traffic")
 
@@ -71,6 +71,7 @@ class ElasticGroup:
 
     def exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor) -> StepResult:
         """A round of the workers that are there; one that was missed leads to nothing."""
+        self.mesh.yield_to_successor()
         for _ in range(self.link.world):
             if self._is_left_behind() and self._join():
                 break
@@ -94,8 +95,12 @@ class ElasticGroup:
     def _is_left_behind(self) -> bool:
         """Whether others are further: a worker whose round would be its own asks them.
 
-        It waits once for the members that it has lost.
+        It waits once for the members that it has lost. Where others have come back from a part of the group that the
+        network had cut off, and that has gone on, what they announced is enough: those of one part are closer.
         """
+        with self.mesh.edges.changed:
+            if self.mesh.edges.furthest(self.rounds.step + self.link.world) is not None:
+                return True
         if not self.mesh.is_cut_off(self.rounds.step):
             return False
         lost, self.rounds.members = self.rounds.members, (self.rounds.rank,)
@@ -126,10 +131,13 @@ class ElasticGroup:
             return False
         self.mesh.leave()  # edges that were agreed on for an earlier round are of no use
         self.mesh.join(self.rounds.step, self._snapshot)
-        # Others may have begun the round of the state meanwhile; then this worker is awaited in the next one.
+        # Others may have begun the round of the state meanwhile; then this worker is awaited in a later one, and while
+        # it waits for the state of that, its threads agree to no earlier one.
         starts = self.mesh.await_edges(self.rounds.members, self.mesh.timeout / 10)
-        if starts and min(starts) > self.rounds.step:
-            self._copy(ahead, at_least=min(starts))
+        self.mesh.begin(min(starts.values(), default=self.rounds.step) - 1)
+        first = min(self.mesh.await_edges((), 0.0).values(), default=0)
+        if first > self.rounds.step:
+            self._copy(ahead, at_least=first)
         return True
 
     def _copy(self, peer: int, at_least: int) -> bool:
@@ -148,10 +156,12 @@ class ElasticGroup:
         with self.lock:
             handle.outer.load_state_dict(state)
             handle.outer.load_remaining_tensors(state)
-            self.rounds.take(int(state["round"]), raw_bytes(state["history"]).decode())
+            handle.rounds = int(state["round"])
+            self.rounds.take(handle.rounds, raw_bytes(state["history"]).decode())
             self.rounds.members = (*state["members"].tolist(), self.rounds.rank)
             handle.steps = self._base = int(state["steps"])
-        handle.inside, self.resyncs = 0, self.resyncs + 1
+        handle.inside = handle.fragments[0].age = 0
+        self.resyncs += 1
         _log.info("rank %d takes over round %d of rank %d", self.rounds.rank, self.rounds.step, peer)
 
     def _snapshot(self) -> bytes:
@@ -164,17 +174,16 @@ class ElasticGroup:
             return save({**outer.state_dict(), **outer.remaining_tensors(), **about, "history": history})
 
     def _restate(self) -> None:
-        """A history that begins with the weights as they are."""
-        held = self._handle.outer.weights.values()
-        weights = b"".join(raw_bytes(x) for x in held)
-        self.rounds.history = hashlib.sha256(f"{self.rounds.step}".encode() + weights).hexdigest()[:32]
+        """A history that begins with the weights and their optimizer as they are."""
+        held = b"".join(raw_bytes(x) for x in self._handle.outer.state_dict().values())
+        self.rounds.history = hashlib.sha256(f"{self.rounds.step}".encode() + held).hexdigest()[:32]
 
     def _restart(self) -> None:
         self._handle.outer.restart()
         self._handle.outer.restart_buffers()
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
-        """The handle has a state of its own: go on from there, or where the group is, if that is further.
+        """The handle has loaded a state: continue from there, or from where the group is, if that is further.
 
         A state that was saved over a process group has no round, and begins with that of this worker.
         """
@@ -191,7 +200,7 @@ class ElasticGroup:
 
 
 def _renumber(wire: Wire, step: int) -> None:
-    """Random bits are those of the group's round; the account of this worker goes on."""
+    """Random bits are those of the group's round; the account of this worker continues."""
     inner = wire.engine.unwrapped
     wire.first_step += step - inner.step
     inner.step = step

@@ -1,7 +1,7 @@
 """LocalSync: the handle of local steps. Loops call it after ``optimizer.step()``."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,17 +16,17 @@ from gradwire.engine.checkpoint import Saved
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
-from gradwire.integrations.consistency import errors_on_all_ranks
+from gradwire.integrations.consistency import devices_differ, errors_on_all_ranks
 from gradwire.integrations.local import checkpoint
 from gradwire.integrations.local.elastic import ElasticGroup
-from gradwire.integrations.local.fragment import Fragment, fragments_of
-from gradwire.integrations.local.outer import OuterWeights
+from gradwire.integrations.local.fragment import Fragment, fragments_of, split_names
+from gradwire.integrations.local.outer import OuterWeights, require_own
 from gradwire.integrations.local.report import LocalReport, summarize
 from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps, check_rounds, take_rounds
 from gradwire.integrations.local.start import Start
+from gradwire.integrations.ownership import release_local
 from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
-from gradwire.local.fragments import split_names
 from gradwire.local.method import LocalMethod, OuterFactory, message_after
 
 
@@ -41,11 +41,14 @@ class LocalSync:
         outer: The weights that all ranks share, and their optimizer.
         optimizer: Of the outer weights; a scheduler of torch may change its rate.
         steps: Inner steps taken so far.
+        rounds: Rounds that have ended so far, also those that were skipped; the same on all ranks.
         inside: How many of them since the last message was sent.
+        loaded_steps: How many of them a state had that was loaded.
         fragments: The parts of the model that are sent by themselves; one, unless the method has more.
         uneven_steps: The steps of each rank in a round, where they differ.
         group: Of workers that come and go, where it is elastic.
         measured: Chooses H by the time that rounds take, if it is to be chosen.
+        closing: Undoes, when the handle is closed, what was done to the model and its optimizers.
     """
 
     def __init__(
@@ -59,26 +62,23 @@ class LocalSync:
         group: ElasticGroup | None = None,
         measured: bool = False,
     ) -> None:
-        self.group = group
+        self.group, self.closing = group, ExitStack()
         self.schedule = self.method = chosen
+        self._message = chosen.message
         self.link = setup.backend
         setup.note = f"; {chosen}{', uneven' * uneven}"
         with errors_on_all_ranks(self.link):
             split_names(setup.parameters, chosen.fragments)
-            check_rounds(chosen, self.link, uneven, measured)
-            if make is not None and _rates_change(chosen):
-                raise ValueError(
-                    "outer= makes an optimizer with a rate and momentum of its own, and these rounds change theirs; "
-                    "leave outer out, or write one rate and momentum, and let a scheduler of torch change the rate of "
-                    "outer.optimizer"
-                )
+            check_rounds(chosen, self.link, uneven, measured, make is not None)
         self.measured = MeasuredRounds() if measured else None
         table = chosen.gradient_table
-        self.start = Start(chosen, Wire(replace(setup), table) if table else None, setup.backend)
-        self.fragments = fragments_of(setup, chosen)
+        mixed = chosen.start > 0 and devices_differ(self.link, setup.device)
+        self.start = Start(chosen, Wire(replace(setup), table) if table else None, self.link, mixed)
+        unscaled = replace(setup, options=replace(setup.options, scaler=None))  # differences of weights
+        self.fragments = fragments_of(unscaled, chosen)
         self.outer = OuterWeights(model, setup.parameters, chosen, make, outer_device)
         self.optimizer = self.outer.optimizer
-        self.steps = self.inside = 0
+        self.steps = self.rounds = self.inside = self.loaded_steps = 0
         self.uneven_steps = UnevenSteps(chosen.H, self.link.rank, self.link.world) if uneven else None
         self.unfinished: set[int] = set()  # inner optimizers that have stepped since the last call
         self.inner_optimizers: list[Optimizer] = []  # those that are saved with the rest
@@ -108,7 +108,7 @@ class LocalSync:
         return self.starting and not self.start.sends(self.steps)
 
     def average_gradients(self) -> None:
-        """In the start: average ``p.grad`` over all ranks. The inner optimizer's ``step()`` calls it by itself.
+        """In the start: average ``p.grad`` over all ranks. Without a scaler, the optimizer's ``step()`` calls it.
 
         Where all ranks take the same batches, and after the start, it has no effect.
         """
@@ -121,7 +121,7 @@ class LocalSync:
         for fragment in self.advance():
             buffers = None if fragment.number else self.outer.flat_buffers()
             differences = self.outer.differences(fragment.names)
-            if self.uneven_steps is not None:
+            if self.uneven_steps is not None and self.method.weighs_ranks:
                 torch._foreach_mul_(list(differences.values()), self.uneven_steps.weight)
             work = partial(self._end_round, fragment.wire, differences, buffers)
             fragment.pending_result = (
@@ -136,8 +136,9 @@ class LocalSync:
         if self.group is not None and buffers is not None:  # it has one fragment
             return self.group.exchange(wire, differences, buffers)
         measured = None if self.measured is None or self.measured.chosen is not None else self.measured
-        if measured is not None:
-            measured.begin(wire.device)
+        timed = self.uneven_steps or measured
+        if timed is not None:
+            timed.end_computing(wire.device)
         skipped = wire.skipped
         updates = wire.sync(differences).updates
         is_skipped = wire.skipped > skipped  # reads what a GPU may know alone
@@ -155,10 +156,7 @@ class LocalSync:
     def advance(self) -> list[Fragment]:
         """Count an inner step. Returns the fragments whose messages are due."""
         self.start.require_averaged(self.steps)
-        if self.outer.is_shown:
-            raise RuntimeError(
-                "outer() was called inside of averaged(), which takes steps back at its end; train outside"
-            )
+        require_own(self.outer, "outer()")
         self.unfinished.clear()
         self.steps += 1
         if self.steps <= self.method.start:
@@ -168,15 +166,15 @@ class LocalSync:
                 self.uneven_steps.restart()
             return []
         if not self.inside:
-            take_rounds(self, self.steps - 1)
+            take_rounds(self, self.schedule.after(self.steps - 1))
         self.inside += 1
         for fragment in self.fragments:
             fragment.age += 1
         count, H = len(self.fragments), self.method.H if self.uneven_steps is None else self.uneven_steps.own
         due = [one for one in self.fragments if (self.inside - self.method.offset(one.number, count)) % H == 0]
-        self.inside %= H
+        self.rounds, self.inside = self.rounds + self.inside // H, self.inside % H
         for fragment in due:
-            fragment.send()
+            fragment.send(None if self.uneven_steps is None else self.uneven_steps.mean)
         return due
 
     def arrive(self, early: bool = False) -> None:
@@ -220,17 +218,20 @@ class LocalSync:
         """
         with errors_on_all_ranks(self.link):
             _refuse_change(self.group, spec)
+            require_own(self.outer, "outer.set()")
             made: Any = parse(spec) if isinstance(spec, str) else spec
             rounds = isinstance(made, LocalMethod)
             base, message = (made, made.message) if rounds else (self.schedule, made)
             kept = {name: getattr(self.method, name) for name in ("start", "first", "fragments")}
-            chosen = replace(base, **kept).with_message(message_after(self.method.message, message, feedback, exchange))
-            check_rounds(chosen, self.link, self.uneven_steps is not None, self.measured is not None)
+            chosen = replace(base, **kept).with_message(message_after(self._message, message, feedback, exchange))
+            measured = self.measured is not None
+            check_rounds(chosen, self.link, self.uneven_steps is not None, measured, self.outer.is_given)
         for wire in self.wires:
             wire.setup.note = f"; {chosen}{', uneven' * (self.uneven_steps is not None)}"
             wire.set(chosen.message)
         self.arrive(early=True)  # the next message must not meet this one
-        self.schedule, self.method = chosen, chosen.after(self.steps - self.inside)  # as when the round began
+        self.schedule, self._message = chosen, chosen.message
+        take_rounds(self, chosen.after(self.steps - self.inside))  # as when the round began
         self.inside = min(self.inside, self.method.H - 1)
         if self.uneven_steps is not None:
             self.uneven_steps = UnevenSteps(chosen.H, self.link.rank, self.link.world)
@@ -238,7 +239,10 @@ class LocalSync:
             self.outer.configure(self.method)
 
     def off(self) -> None:
-        """Stop compressing: differences travel as float32 from now on; errors survive, and are sent."""
+        """Stop compressing: differences are sent as float32 from now on, and errors, too.
+
+        A codec that is set later has the feedback and the mean of the last one.
+        """
         _refuse_change(self.group, "fp32")
         for wire in self.wires:
             wire.off()
@@ -270,21 +274,25 @@ class LocalSync:
 
     def report(self) -> LocalReport:
         """Bytes, ratios and seconds so far, of the start and of the rounds."""
-        return summarize(self.wires, self.fragments, self.start, self.steps)
+        return summarize(self.wires, self.fragments, self.start, self.steps, self.loaded_steps)
 
     def __str__(self) -> str:
         H = self.method.H if self.uneven_steps is None else self.uneven_steps.own
-        head = f"{self.method}\nstep {self.steps}, {self.inside} of {H} in the round"
+        head = f"{self.schedule}\nstep {self.steps}, {self.inside} of {H} in the round"
         return "\n".join((head, *map(str, self.wires)))
 
     def close(self) -> None:
-        """Leave an elastic group. A process group is the caller's."""
+        """End local steps: leave an elastic group, and have FSDP or DistributedDataParallel average gradients again.
+
+        The optimizers call this handle no longer. Its report, its state and ``averaged()`` stay. A model that another
+        handle has taken over is left to that one. To train on, close it at the end of a round, where ``inside`` is 0.
+        """
+        for fragment in self.fragments:
+            fragment.wait()
+        if release_local(self):
+            self.closing.close()
         if self.group is not None:
             self.group.mesh.close()
-
-
-def _rates_change(chosen: LocalMethod) -> bool:
-    return any((one.rate, one.momentum) != (chosen.rate, chosen.momentum) for _, one in chosen.later)
 
 
 def _refuse_change(group: ElasticGroup | None, spec: object) -> None:

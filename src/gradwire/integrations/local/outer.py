@@ -21,9 +21,10 @@ class OuterWeights:
         weights: They are parameters of the outer optimizer.
         buffers: Those that are saved with the model and hold numbers, such as statistics of batch norm.
         optimizer: Steps the weights by the mean difference.
+        is_given: Whether the user made it, so that rates of the method are not its own.
         kept: By how much the model was ahead of the weights when the round began, by name; nothing, unless the method
             keeps errors.
-        is_shown: Whether the model has the outer weights, for evaluation.
+        hidden: The model's own parameters and buffers, while it has the outer ones for evaluation.
     """
 
     def __init__(
@@ -40,15 +41,19 @@ class OuterWeights:
         self._own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.weights = {name: nn.Parameter(_copy(local_part(p.detach()), place)) for name, p in parameters.items()}
         self.buffers = {name: x.detach().clone() for name, x in named.items()}
-        self._given = make is not None
+        self.is_given = make is not None
         self.optimizer = (make or method.outer)(list(self.weights.values()))
         self.kept: dict[str, Tensor] = {}
-        self.is_shown = False
+        self.hidden: dict[str, Tensor] | None = None
 
     @torch.no_grad()
     def differences(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Where the round began less local weights, in the parameter's own format: rounding is no difference."""
         return {name: self._begin(name).float() - self._part(name).float() for name in (names or self._local)}
+
+    def differs(self) -> bool:
+        """Whether the model's weights are not those with which the round began, as far as float32 holds them."""
+        return not all(torch.equal(self._begin(name).float(), self._part(name).float()) for name in self._local)
 
     def _part(self, name: str) -> Tensor:
         """What this rank has of a parameter of the model."""
@@ -126,27 +131,32 @@ class OuterWeights:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context in which the model has the outer weights and buffers."""
-        own, kept = self.model_tensors(), self.kept
+        """A context in which the model has the outer weights and buffers. Inside of itself it changes nothing."""
+        if self.hidden is not None:
+            yield
+            return
+        self.hidden, kept = self.model_tensors(), self.kept
         self.restart()
         self.restart_buffers()
-        self.is_shown = True
+        self.kept = kept  # a state that is saved in here has it
         try:
             yield
         finally:
-            self.load_model_tensors(own)
-            self.kept, self.is_shown = kept, False
+            self.load_model_tensors(self.hidden)
+            self.hidden = None
 
     def configure(self, method: LocalMethod) -> None:
         """Take over another method's rate and momentum, unless the optimizer is the user's own; the state stays."""
         changed = {"lr": method.rate, "momentum": method.momentum, "nesterov": method.nesterov}
-        for group in () if self._given else self.optimizer.param_groups:
+        for group in () if self.is_given else self.optimizer.param_groups:
             group.update(changed)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model itself, by name; of sharded ones, this rank's part."""
+        if self.hidden is not None:
+            return dict(self.hidden)
         return {name: local_part(x.detach()).clone() for name, x in self._own.items()}
 
     @torch.no_grad()
@@ -196,6 +206,19 @@ class OuterWeights:
                 slot, _, name = rest.partition("/")
                 saved["state"].setdefault(places[name], {})[slot] = value.clone()
         self.optimizer.load_state_dict(saved)  # it knows which of them belong on the device
+
+
+def nonfinite_names(outer: OuterWeights) -> list[str]:
+    """Parameters whose local weights are not finite."""
+    return [name for name, x in outer.model_tensors().items() if name in outer.weights and not x.isfinite().all()]
+
+
+def require_own(outer: OuterWeights, call: str) -> None:
+    """Refuse a call that changes the model's own weights, while it has the outer ones."""
+    if outer.hidden is not None:
+        raise RuntimeError(
+            f"{call} was called inside of averaged(), which takes steps back at its end; call it outside"
+        )
 
 
 def on_host(x: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ class LocalReport:
 
     Attributes:
         start_steps: Steps of the start.
-        local_steps: Inner steps of the rounds that have ended.
+        local_steps: Inner steps of the rounds that have ended, on average over ranks.
         start: Bytes and seconds of those gradients; None without a start.
         rounds: Bytes and seconds of the rounds; buffers are in what was sent, not in the payload.
         dense: Float32 bytes of the inner steps of those rounds, as this rank would have encoded them.
-        note: Where in its start the training is, if it is.
+        note: Where in its start the training is, if it is; and from which step this account begins, if a state was
+            loaded.
     """
 
     start_steps: int
@@ -84,23 +85,36 @@ class LocalReport:
     def __str__(self) -> str:
         if not self.rounds.steps and self.start is None:
             return "no round has ended yet: nothing was sent, and the weights of workers differ"
+        begun = [] if self.start is None else [f"{count(self.start_steps, 'step')} of the start"]
+        taken = f"{count(self.local_steps, 'local step')} in {count(self.rounds.steps, 'round')}"
         lines = [
-            f"{count(self.start_steps, 'step')} of the start, {count(self.local_steps, 'local step')} in "
-            f"{count(self.rounds.steps, 'round')}",
+            ", ".join((*begun, taken)),
             *filter(None, [self.note]),
-            f"against float32 in every step: payload {times(self.payload_ratio)} smaller, "
-            f"{times(self.wire_ratio)} less sent; "
-            f"with the start {times(self.payload_ratio_all_in)} and {times(self.wire_ratio_all_in)}",
+            f"against float32 in every step: {'; '.join(self._ratios())}",
             *([] if self.start is None else ["", "the start:", str(self.start)]),
-            "",
-            "the rounds, by themselves:",
-            self.rounds.text("round"),
+            *(["", "the rounds, by themselves:", self.rounds.text("round")] if self.rounds.steps else []),
         ]
         return "\n".join(lines)
 
+    def _ratios(self) -> list[str]:
+        found = [_ratio_text(self.payload_ratio, self.wire_ratio)] if self.rounds.steps else []
+        if self.start is None:
+            return found
+        return [*found, f"with the start {_ratio_text(self.payload_ratio_all_in, self.wire_ratio_all_in)}"]
 
-def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start, steps: int) -> LocalReport:
-    """The report of the start and of the rounds after so many inner steps. Both share a link."""
+
+def _ratio_text(payload: float, wire: float) -> str:
+    sent = f"{times(wire)} less sent" if wire < math.inf else "nothing sent"
+    return f"payload {times(payload)} smaller, {sent}"
+
+
+def summarize(
+    wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start, steps: int, loaded: int = 0
+) -> LocalReport:
+    """The report of the start and of the rounds after so many inner steps. Both share a link.
+
+    If a state was ``loaded``, the account begins after its steps.
+    """
     whole = wires[0].report()  # all fragments are on its account
     before = {name: getattr(start.traffic, name) for name in ("sent", "received", "collectives")}
     after = {name: getattr(whole, name) - n for name, n in before.items()}
@@ -112,7 +126,9 @@ def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start
     elif start.steps:
         none: dict[str, Any] = {**dict.fromkeys(("steps", "skipped", *_SUMMED), 0), "rules": {}, "rule_seconds": {}}
         first = replace(_with_unsent(replace(rounds, **none), wires, start), **before)
-    return LocalReport(start.steps, taken, first, rounds, dense, in_start(steps, start.method.start))
+    since = f"since step {loaded}, whose state was loaded; what was sent before is not counted" if loaded else ""
+    note = "\n".join(filter(None, [in_start(steps, start.method.start), since]))
+    return LocalReport(start.steps, taken, first, rounds, dense, note)
 
 
 def _with_unsent(sent: Report, wires: Sequence[Wire], start: Start) -> Report:

@@ -23,7 +23,34 @@ LONGEST = 500  # steps
 _ROUNDS = 2  # of which the last one counts: kernels compile in the first
 
 
-class UnevenSteps:
+class TimedRounds:
+    """The time that the steps of a round take, without that of its message, which waits for the slowest rank.
+
+    Attributes:
+        computing: Seconds of all steps of the round that ends.
+    """
+
+    def __init__(self) -> None:
+        self.computing = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """A round begins."""
+        self._began = time.perf_counter()
+
+    def end_computing(self, device: torch.device) -> None:
+        """All steps of the round are taken, and its message is about to be made."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.computing = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since the round began."""
+        return time.perf_counter() - self._began
+
+
+class UnevenSteps(TimedRounds):
     """The steps of each rank in a round, by the speed that was measured in the round before.
 
     Attributes:
@@ -31,9 +58,9 @@ class UnevenSteps:
     """
 
     def __init__(self, H: int, rank: int, world: int) -> None:
+        super().__init__()
         self._H, self._rank = H, rank
         self.steps = [H] * world
-        self.restart()
 
     @property
     def own(self) -> int:
@@ -41,17 +68,18 @@ class UnevenSteps:
         return self.steps[self._rank]
 
     @property
+    def mean(self) -> int:
+        """Over all ranks."""
+        return round(sum(self.steps) / len(self.steps))
+
+    @property
     def weight(self) -> float:
         """Of this rank's difference in the mean: its share of all steps, times the number of ranks."""
         return self.own * len(self.steps) / sum(self.steps)
 
-    def restart(self) -> None:
-        """A round begins."""
-        self._began = time.perf_counter()
-
     def seconds_per_step(self) -> float:
         """Of this rank, in the round that ends."""
-        return (time.perf_counter() - self._began) / self.own
+        return self.computing / self.own
 
     def agree(self, device: torch.device) -> RoundGenerator[None]:
         """Compare speeds with all ranks, and choose the steps of the next round."""
@@ -62,7 +90,7 @@ class UnevenSteps:
         self.restart()
 
 
-class MeasuredRounds:
+class MeasuredRounds(TimedRounds):
     """Times rounds until H is chosen.
 
     Attributes:
@@ -70,28 +98,22 @@ class MeasuredRounds:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.chosen: int | None = None
         self._rounds = 0
-        self._ended = self._began = time.perf_counter()
-
-    def begin(self, device: torch.device) -> None:
-        """All steps of a round are taken, and its message is about to be made."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._began = time.perf_counter()
 
     def agree(self, device: torch.device, steps: int) -> RoundGenerator[None]:
         """A round of so many steps is over. After the second one, all ranks choose H, by the slowest one's computing.
 
         Ranks that come early to a round wait for the others, so that the shortest round is what it takes.
         """
-        ended, self._rounds = time.perf_counter(), self._rounds + 1
-        times = [(self._began - self._ended) / steps, ended - self._began]
+        self._rounds += 1
+        times = [self.computing / steps, self.seconds - self.computing]
         if self._rounds == _ROUNDS:
             computes, messages = zip(*(yield from _gather(times, device)), strict=True)
             compute, message = max(computes), min(messages)
             self.chosen = min(LONGEST, max(1, math.ceil(message / (WAITING * max(compute, 1e-9)))))
-        self._ended = time.perf_counter()
+        self.restart()
 
 
 def _gather(numbers: list[float], device: torch.device) -> RoundGenerator[list[list[float]]]:
@@ -101,8 +123,13 @@ def _gather(numbers: list[float], device: torch.device) -> RoundGenerator[list[l
     return [from_bytes(payload.data[: mine.nbytes], torch.float64).tolist() for payload in payloads]
 
 
-def check_rounds(chosen: LocalMethod, link: Backend, uneven: bool, measured: bool) -> None:
-    """Refuse rounds that do not go with hosts, with steps by speed, or with a measured H."""
+def check_rounds(chosen: LocalMethod, link: Backend, uneven: bool, measured: bool, is_given: bool) -> None:
+    """Refuse rounds that do not go with hosts, with steps by speed, with a measured H, or with ``outer``."""
+    if is_given and any(one.outer_step != chosen.outer_step for _, one in chosen.later):
+        raise ValueError(
+            "outer= makes an optimizer with a rate and momentum of its own, and these rounds change theirs; leave "
+            "outer out, or write one rate and momentum, and let a scheduler of torch change the rate of outer.optimizer"
+        )
     if chosen.keep and link.host_layout is not None:
         raise ValueError(f"keep={chosen.keep} needs errors of each rank's own; write keep=0, or leave across out")
     option = "uneven=True" if uneven else "auto=True"
@@ -116,9 +143,8 @@ def check_rounds(chosen: LocalMethod, link: Backend, uneven: bool, measured: boo
         raise ValueError("auto=True measures one H, and uneven=True gives each rank its own; leave one of them out")
 
 
-def take_rounds(handle: "LocalSync", steps: int) -> None:
-    """Take the rounds that begin after so many inner steps, where the schedule has others."""
-    chosen = handle.schedule.after(steps)
-    if chosen != handle.method:
-        handle.method = chosen
+def take_rounds(handle: "LocalSync", chosen: LocalMethod) -> None:
+    """Take the rounds that a schedule has now. A rate that stays the same is left to the optimizer's scheduler."""
+    if chosen.outer_step != handle.method.outer_step:
         handle.outer.configure(chosen)
+    handle.method = chosen

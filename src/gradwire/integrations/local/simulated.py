@@ -1,7 +1,7 @@
 """Simulated local steps: N replicas in one process, by the same code as real ones."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.entry_point import LOCKSTEP
-from gradwire.integrations.local.attach import Optimizers, checked_optimizers, hook_steps, setup_of
+from gradwire.integrations.local.attach import Optimizers, checked_optimizers, hook_steps, require_averaged, setup_of
 from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.handle import LocalSync
+from gradwire.integrations.local.report import LocalReport
 from gradwire.integrations.setup import Options
 from gradwire.integrations.simulated import SimulatedBackend, SimulatedGroup, lockstep_group
 from gradwire.local.method import LocalMethod, OuterFactory
@@ -26,7 +27,7 @@ class SimulatedLocal:
     """Handles of N replicas. Call it after the optimizers of all of them have stepped.
 
     Attributes:
-        ranks: The handle of each replica: ``report()``, ``state_dict()``, ``averaged()``.
+        ranks: The handle of each replica: ``state_dict()``, ``load_state_dict()``, ``set()``.
     """
 
     @renamed_argument("launch_mb", "bucket_mb")
@@ -44,9 +45,12 @@ class SimulatedLocal:
             raise ValueError(
                 f"local_lockstep got {len(models)} models and {len(optimizers)} optimizers; pass one of each per worker"
             )
-        refused = sorted({"uneven", "auto", "elastic"} & options.keys())
+        refused = sorted({"uneven", "auto", "elastic", "scaler"} & options.keys())
         if refused:
-            raise ValueError(f"replicas of one process have one speed and one life; leave {refused[0]}= out")
+            raise ValueError(
+                "replicas of one process run at one speed and end together, and their loop unscales gradients; leave "
+                f"{refused[0]}= out"
+            )
         pairs = zip(models, optimizers, strict=True)
         inner = [checked_optimizers(given, chosen, model, warn=not i) for i, (model, given) in enumerate(pairs)]
         for model in models[1:]:
@@ -67,7 +71,7 @@ class SimulatedLocal:
         starters = [rank.start.wire for rank in self.ranks if rank.start.wire is not None]
         self._start = SimulatedGroup(starters, self.group)
         for rank, own in zip(self.ranks, inner, strict=True):
-            hook_steps(rank, own, partial(lambda one: one.start.require_averaged(one.steps), rank))
+            hook_steps(rank, own, require_averaged)
 
     def average_gradients(self) -> None:
         """In the start: average ``p.grad`` over all replicas; later it has no effect. Call it before the steps."""
@@ -86,9 +90,29 @@ class SimulatedLocal:
             rank.arrive()
 
     @property
+    def starting(self) -> bool:
+        """Whether the coming step is of the start, which has no rounds."""
+        return self.ranks[0].starting
+
+    @property
     def same_batches(self) -> bool:
         """Whether all replicas must take the same batch in the coming step, since nothing is sent."""
         return self.ranks[0].same_batches
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which all replicas have the outer weights and buffers, for evaluation."""
+        with ExitStack() as stack:
+            for rank in self.ranks:
+                stack.enter_context(rank.averaged())
+            yield
+
+    def report(self) -> LocalReport:
+        """Bytes, ratios and seconds so far, of the first replica."""
+        return self.ranks[0].report()
+
+    def __str__(self) -> str:
+        return str(self.ranks[0])
 
     def _exchange(self, fragments: Sequence[Fragment]) -> None:
         ranks, first = self.ranks, fragments[0]

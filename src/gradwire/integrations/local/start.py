@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from gradwire.comm.backend import Backend
-from gradwire.comm.collectives import Traffic
+from gradwire.comm import Backend, Traffic
 from gradwire.core import Scope
 from gradwire.engine import RoundGenerator
 from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.wire import Wire
-from gradwire.local.method import LocalMethod
+from gradwire.local import LocalMethod
 
 
 @dataclass
@@ -19,6 +18,7 @@ class Start:
         method: How many they are, and in which of them all workers take the same batches.
         wire: Averages their gradients; None where nothing is sent in any of them.
         link: What rounds use, too.
+        mixed: Whether ranks have devices of different types, whose inner optimizers round differently.
         steps: Of this handle's own account.
         unsent: Those of them that sent nothing.
         traffic: Of the link when the last of them ended.
@@ -29,6 +29,7 @@ class Start:
     method: LocalMethod
     wire: Wire | None
     link: Backend
+    mixed: bool = False
     steps: int = 0
     unsent: int = 0
     traffic: Traffic = field(default_factory=Traffic)
@@ -60,10 +61,10 @@ class Start:
         """Whether ranks compare their weights after so many steps.
 
         They do when steps without traffic end. Inner optimizers may differ by rounding then, and move weights apart in
-        the rest of the start, so that they do at its end, too.
+        the rest of the start, so that they do at its end, too. So do those of a group with devices of different types.
         """
         start, phases = self.method.start, self.method.phases
-        if not start or all(chosen is not None for _, chosen in phases):
+        if not start or not (self.mixed or any(chosen is None for _, chosen in phases)):
             return False
         return steps == start or (0 < steps < start and self.sends(steps) and not self.sends(steps - 1))
 

@@ -1,11 +1,14 @@
-"""Local steps of models that a trainer has prepared: its DistributedDataParallel averages no more."""
+"""Local steps of models that a trainer has prepared: its DistributedDataParallel stops averaging."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.entry_point import EntryPoint
@@ -14,23 +17,82 @@ from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.trainer_warnings import warn_long_start, warn_user
 from gradwire.local.method import LocalMethod
 
+_hooks: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
+_FLAGS = "require_backward_grad_sync", "require_forward_param_sync", "broadcast_buffers"
+_stopped: "WeakKeyDictionary[nn.Module, dict[str, bool]]" = WeakKeyDictionary()  # what the flags were
+
 
 def local_prepared(
-    entry: EntryPoint, model: nn.Module, optimizers: Sequence[Optimizer], spec: str | LocalMethod, **options: Any
+    entry: EntryPoint,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    spec: str | LocalMethod,
+    scaler: "torch.amp.GradScaler | None" = None,
+    **options: Any,
 ) -> LocalSync:
     """`local`, for a model that may be in a DistributedDataParallel over all ranks.
 
-    The handle is called after each step of the last optimizer, and saves the states of all of them.
+    The handle is called after each step of the last optimizer, also one that the scaler skips. It saves the states of
+    all of them.
     """
     entry.rounds(spec)  # or it would name gradwire.local
+    if options.get("uneven"):
+        raise ValueError(
+            "a trainer gives all ranks equally many steps, and with uneven=True those that end first would be waited "
+            "for; leave it out, or write a loop that ends by outer.rounds"
+        )
+    if not optimizers:
+        raise ValueError("there is no prepared optimizer; pass it to accelerator.prepare() first")
+    ddp = find_ddp(model)
+    stop_averaging(model)
+    outer = local(model if ddp is None else ddp.module, optimizers, spec, scaler=scaler, **options)
+    outer.inner_optimizers = list(optimizers)
+    outer.closing.callback(_resume_averaging, model)
+    _call_after_steps(outer, optimizers, scaler)
+    return outer
+
+
+def stop_averaging(model: nn.Module) -> None:
+    """Have a model's DistributedDataParallel, if it is in one, average nothing, as inside of its no_sync()."""
     ddp = find_ddp(model)
     if ddp is not None:
-        # As inside of its no_sync(), for good.
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = ddp.broadcast_buffers = False
-    outer = local(model if ddp is None else ddp.module, optimizers, spec, **options)
-    outer.inner_optimizers = list(optimizers)
-    optimizers[-1].register_step_post_hook(lambda *step: outer())
-    return outer
+        _stopped.setdefault(ddp, {name: getattr(ddp, name) for name in _FLAGS})
+        vars(ddp).update(dict.fromkeys(_FLAGS, False))
+
+
+def _resume_averaging(model: nn.Module) -> None:
+    """Have a DistributedDataParallel average as it did before."""
+    ddp = find_ddp(model)
+    if ddp is not None:
+        vars(ddp).update(_stopped.pop(ddp, {}))
+
+
+def _call_after_steps(outer: LocalSync, optimizers: Sequence[Optimizer], scaler: "torch.amp.GradScaler | None") -> None:
+    last = optimizers[-1]
+    if last in _hooks:
+        _hooks[last].remove()  # of an earlier training
+    hook = _hooks[last] = last.register_step_post_hook(lambda *step: outer())
+    outer.closing.callback(_end_calls, last, hook)
+    if scaler is None:
+        return
+    step = scaler.step
+
+    def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before = outer.steps
+        if optimizer in optimizers and _hooks.get(last) is hook:
+            outer.average_gradients()  # so that all ranks skip a step of the start, or none
+        result = step(optimizer, *args, **kwargs)
+        if optimizer is last and _hooks.get(last) is hook and outer.steps == before:
+            outer()  # this rank alone may have skipped it, and all take part in a round
+        return result
+
+    scaler.step = counted  # type: ignore[method-assign]
+
+
+def _end_calls(optimizer: Optimizer, hook: RemovableHandle) -> None:
+    hook.remove()
+    if _hooks.get(optimizer) is hook:  # no other handle has replaced it
+        del _hooks[optimizer]
 
 
 def warn_of_last_steps(outer: LocalSync, spec: object, max_steps: float) -> None:

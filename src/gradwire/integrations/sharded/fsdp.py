@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from gradwire.comm.liveness import PeerLostError
 from gradwire.comm.torch_backend import subgroup
 
 _COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")  # of a group of parameters
+
+_taken_over: "WeakKeyDictionary[Any, dist.ProcessGroup]" = WeakKeyDictionary()  # FSDP's own groups of replicas
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -45,10 +48,14 @@ def native_group(groups: Iterable[Any]) -> dist.ProcessGroup | None:
     Raises:
         ValueError: Parts of the model have different ones.
     """
-    natives = [x for group in groups if (x := getattr(group.mesh_info, "replicate_process_group", None)) is not None]
+    natives = [native for group in groups if (native := _native_group_of(group)) is not None]
     if len({tuple(dist.get_process_group_ranks(native)) for native in natives}) > 1:
         raise ValueError("parts of the model are replicated over different ranks; use one mesh for all of them")
     return natives[0] if natives else None
+
+
+def _native_group_of(group: Any) -> dist.ProcessGroup | None:
+    return _taken_over.get(group) or getattr(group.mesh_info, "replicate_process_group", None)
 
 
 def take_over_averaging(groups: Iterable[Any]) -> None:
@@ -57,18 +64,25 @@ def take_over_averaging(groups: Iterable[Any]) -> None:
     Raises:
         ValueError: This version of torch has no such attribute.
     """
-    single: dist.ProcessGroup | None = None
-    for group in groups:
-        if getattr(group.mesh_info, "replicate_process_group", None) is None:
-            continue
-        if single is None:
-            single = subgroup([dist.get_rank()], None)
+    natives = [(group, native) for group in groups if (native := _native_group_of(group)) is not None]
+    single = subgroup([dist.get_rank()], None) if natives else None
+    for group, native in natives:
+        _taken_over[group] = native
         group.mesh_info.replicate_process_group = single
         if getattr(group, "_all_reduce_process_group", None) is not single:
             raise ValueError(
                 f"torch {torch.__version__} does not let others average between replicas of a mesh of two dimensions; "
                 "shard with fully_shard(model, mesh=mesh['shard']) and pass across=mesh['replicate']"
             )
+
+
+def give_back_averaging(groups: Iterable[Any]) -> None:
+    """Have FSDP average replicas, and raise errors, by itself again."""
+    for group in groups:
+        if (native := _taken_over.pop(group, None)) is not None:
+            group.mesh_info.replicate_process_group = native
+        for name in _COLLECTIVE_METHODS:
+            vars(group).pop(name, None)
 
 
 def explain_errors(groups: Iterable[Any], explain: Callable[[RuntimeError], RuntimeError]) -> None:

@@ -1,8 +1,8 @@
 """Hooks of sharded parameters: FSDP reduces a gradient inside the replica, then the wire exchanges it between replicas.
 
-FSDP calls the post-accumulate hooks of a parameter when its shard of the gradient is there. A bucket leaves as soon as
-its last gradient has arrived, and travels while backward goes on. The step ends when backward ends, before the
-optimizer sees the gradients.
+FSDP calls the post-accumulate hooks of a parameter when its shard of the gradient is there. A bucket is sent as soon as
+its last gradient has arrived, while backward continues. The step ends when backward ends, before the optimizer sees the
+gradients.
 
 Where gradients stay on a GPU (NCCL), the host waits for nothing but the step before: a captured step has all gradients
 of this rank, and leaves its status on the device. FSDP allocates new gradients in every step. So captured steps read
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.engine import BucketResult, Grads, Plan, StepResult
+from gradwire.engine import BucketResult, Plan
 from gradwire.engine.hosts import commits_alone
-from gradwire.integrations.comm_worker import AnyFuture
 from gradwire.integrations.ddp import BackwardPass, after_backward
 from gradwire.integrations.model import local_part
 from gradwire.integrations.wire import Wire, write_missing
@@ -55,9 +54,14 @@ class ShardHooks:
         self._group_of = {id(x.sharded_param): group for group in param_groups for x in group.fsdp_params}
         self._pass: ShardPass | None = None
         self._once = False  # whether each gradient came once in the last pass; a module may run several times
-        for name, p in wire.parameters.items():
-            p.register_post_accumulate_grad_hook(partial(self._arrive, name))
-        model.register_forward_pre_hook(lambda *_: self._refuse_failed_pass())
+        hooked = wire.parameters.items()
+        self._handles = [p.register_post_accumulate_grad_hook(partial(self._arrive, name)) for name, p in hooked]
+        self._handles.append(model.register_forward_pre_hook(lambda *_: self._refuse_failed_pass()))
+
+    def remove(self) -> None:
+        """Leave gradients alone from now on."""
+        for handle in self._handles:
+            handle.remove()
 
     @property
     def _plan(self) -> Plan:
@@ -138,18 +142,13 @@ class ShardHooks:
         grads = {name: now.grads[name] if name in now.grads else _part(p) for name, p in wire.parameters.items()}
         if now.early:
             wire.setup.check_model()
-            result = wire.worker.run(partial(self._rest, now.results, grads))
+            complete = commits_alone(wire.executor.engine)
+            result = wire.worker.run(partial(now.commit, wire.executor, grads, complete))
         else:
             result = wire.sync(grads)
         if any(grad is None for grad in grads.values()):
             write_missing(wire.parameters, result)
         now.replaced.clear()  # the current stream has waited for all that reads them
-
-    def _rest(self, sent: Sequence[AnyFuture[BucketResult]], grads: Grads) -> StepResult:
-        executor = self.wire.executor
-        results = [pending.result() for pending in sent]
-        results += [executor.run_bucket(i, grads) for i in range(len(results), len(self._plan.buckets))]
-        return executor.finish(results, grads, complete=commits_alone(executor.engine))
 
 
 def _part(p: Tensor) -> Tensor | None:

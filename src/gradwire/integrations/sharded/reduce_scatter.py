@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from gradwire.codecs import Codec, EncodeInput, codec
-from gradwire.comm.collectives import AllToAllOp
 from gradwire.comm.torch_backend import TorchBackend, connect
-from gradwire.core import Key, Payload, Segments
+from gradwire.core import Key, Payload, Segments, SendRecv
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.sharded.fsdp import explain_errors, param_groups
 
@@ -74,15 +73,13 @@ class CompressedReduceScatter:
         me, world, n = backend.rank, backend.world, rows.shape[1]
         key = Key(self._seed, self._calls, me)
         tables = [Segments.single(n, f"row {rank}") for rank in range(world)]
-        parts = [self._message(rows[peer], tables[peer], key) for peer in range(world) if peer != me]
-        size = parts[0].numel() if parts else 0
-        lengths = tuple(0 if peer == me else size for peer in range(world))
-        received = backend.run(AllToAllOp(torch.cat(parts), lengths, lengths)) if parts else rows.new_empty(0)
+        out = {peer: Payload(self._message(rows[peer], tables[peer], key)) for peer in range(world) if peer != me}
+        sizes = {peer: payload.nbytes for peer, payload in out.items()}  # rows are equally long
+        (received,) = backend.answer([SendRecv(out, sizes)]) if out else ({},)
         total, nonfinite = rows[me].clone(), torch.zeros((), dtype=torch.bool, device=rows.device)
-        for peer, data in enumerate(received.split(lengths)):
-            if peer != me:
-                total += self._codec.decode(Payload(data[:-1]), tables[me], key.of(peer))
-                nonfinite |= data[-1] > 0
+        for peer, payload in received.items():
+            total += self._codec.decode(Payload(payload.data[:-1]), tables[me], key.of(peer))
+            nonfinite |= payload.data[-1] > 0
         return total.masked_fill_(nonfinite, torch.nan)
 
     def _message(self, row: Tensor, table: Segments, key: Key) -> Tensor:
@@ -103,7 +100,7 @@ def compress_reduce_scatter(model: nn.Module, spec: str | Codec, *, seed: int = 
     Args:
         model: Sharded already.
         spec: Such as ``"int8"``, ``"fp8"``, ``"hadamard | int4"`` or ``"bf16"``.
-        seed: Of all random bits; equal on all ranks.
+        seed: The seed of all random bits; equal on all ranks.
 
     Returns:
         A handle: ``report()``.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from gradwire.comm.host_layout import HostLayout
 from gradwire.comm.torch_backend import backend_of, subgroup
 from gradwire.integrations.sharded.fsdp import (
     explain_errors,
+    give_back_averaging,
     names_reduced_last,
     native_group,
     param_groups,
@@ -50,15 +52,24 @@ class Replicas:
         return subdivide(backend_of(subgroup(ranks, self.group, members_only=not everyone)), layout)
 
     def take_over(self, link: Backend) -> None:
-        """Have FSDP average between replicas no longer, and its errors name the ranks that were lost."""
+        """Stop FSDP from averaging between replicas, and have its errors name the ranks that were lost."""
         take_over_averaging(self.param_groups)
         if link.barrier is not None:
             explain_errors(self.param_groups, link.barrier.explain)
 
+    def give_back(self) -> None:
+        """Have FSDP average between replicas by itself again, if it did before."""
+        give_back_averaging(self.param_groups)
+
     def attach(self, wire: Wire, model: nn.Module) -> None:
         """Have a wire average between replicas in every backward pass of the model, and FSDP no longer."""
         self.take_over(wire.link)
-        ShardHooks(wire, model, self.param_groups)
+        hooks = ShardHooks(wire, model, self.param_groups)
+        wire.remove_hooks = partial(self._give_back, hooks)
+
+    def _give_back(self, hooks: ShardHooks) -> None:
+        hooks.remove()
+        self.give_back()
 
 
 def find_replicas(model: nn.Module, across: object) -> Replicas | None:

@@ -156,4 +156,4 @@ def feedback_integer_(
 
 
 def _old(before: Tensor | None) -> Memories:
-    return NOWHERE if before is None else memories(before)
+    return NOWHERE if before is None else memories(before.float())

@@ -69,7 +69,7 @@ def _parts(messages: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[n
 
 @in_turn
 def merge_sign(
-    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     heads, rows = _parts(messages, len(lengths))
     pieces, what = whole(lengths), scales.SQUARES if norm else scales.MAGNITUDES
@@ -77,8 +77,8 @@ def merge_sign(
     sums = np.empty(pieces.start.size)
     old = mean if error is None else error.numpy()
     _mean_of_signs(rows, heads, pieces, old, error is not None, what, mean, sums)
-    message = message_of_signs(mean, lengths, what, sums)
-    return message, None if error is None else torch.from_numpy(mean)
+    message, left = message_of_signs(mean, lengths, what, sums), torch.from_numpy(mean)
+    return message, None if error is None else left if out is None else out.copy_(left)
 
 
 @in_turn

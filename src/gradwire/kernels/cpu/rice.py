@@ -10,11 +10,6 @@ from gradwire.kernels import rice
 from gradwire.kernels.cpu.packing import WORD, next_one, read_bits, write_bits
 from gradwire.kernels.cpu.threads import serial
 
-_BLOCK = rice.BLOCK
-_CAP = rice.CAP
-_MOST_BITS = rice.MOST_BITS
-_MOST_EXCESS = rice.MOST_EXCESS
-
 
 @serial
 def _length(x):
@@ -31,7 +26,7 @@ def _plan(gaps, width, headers):
     """Choose every block's parameter, write its header, and count what follows."""
     quotients = remainders = escapes = 0
     for block in range(headers.size):
-        own = gaps[block * _BLOCK : (block + 1) * _BLOCK]
+        own = gaps[block * rice.BLOCK : (block + 1) * rice.BLOCK]
         count = own.size
         total = lengths = 0
         for i in range(count):
@@ -41,16 +36,16 @@ def _plan(gaps, width, headers):
         for trial in range(7):  # of equals the first wins
             capped = trial >= 3
             center = lengths // count + 4 - trial if capped else _length(total // count) - trial
-            bits = min(max(center, 0), _MOST_BITS)
+            bits = min(max(center, 0), rice.MOST_BITS)
             sent = beyond = 0
             for i in range(count):
                 q = own[i] >> bits
-                if capped and q >= _CAP:
-                    q = _CAP
+                if capped and q >= rice.CAP:
+                    q = rice.CAP
                     beyond += 1
                 sent += q
             cost = sent + count * bits + 8 * width * beyond
-            if cost < least and not (capped and sent > _MOST_EXCESS):
+            if cost < least and not (capped and sent > rice.MOST_EXCESS):
                 best, least, excess, jumps = bits | capped << 5, cost, sent, beyond
         headers[block] = best | excess << 6
         quotients += count + excess
@@ -63,16 +58,16 @@ def _plan(gaps, width, headers):
 def _write(gaps, width, headers, ones, rest, jumps):
     at = low = far = 0
     for i in range(gaps.size):
-        head = headers[i // _BLOCK]
+        head = headers[i // rice.BLOCK]
         bits, capped = head & 31, head >> 5 & 1
         q = gaps[i] >> bits
-        if capped and q >= _CAP:
-            beyond = q - _CAP
+        if capped and q >= rice.CAP:
+            beyond = q - rice.CAP
             for _ in range(width):
                 jumps[far] = beyond & 0xFF
                 beyond >>= 8
                 far += 1
-            q = _CAP
+            q = rice.CAP
         at += q
         ones[at >> 3] |= 1 << (at & 7)
         at += 1
@@ -88,16 +83,16 @@ def _read(headers, ones, rest, jumps, width, gaps):
     for block in range(headers.size):
         head = headers[block]
         bits, capped = head & 31, head >> 5 & 1
-        stop = min(gaps.size, (block + 1) * _BLOCK)
-        due = at + stop - block * _BLOCK + (head >> 6)
-        for i in range(block * _BLOCK, stop):
+        stop = min(gaps.size, (block + 1) * rice.BLOCK)
+        due = at + stop - block * rice.BLOCK + (head >> 6)
+        for i in range(block * rice.BLOCK, stop):
             begun = at
             at = next_one(ones, at, end)
             q = at - begun
             at += 1
             if at > end:
                 return -1
-            if capped and q == _CAP:
+            if capped and q == rice.CAP:
                 if far + width > jumps.size:
                     return -1
                 for k in range(width):
@@ -115,7 +110,7 @@ def encode_blocks(gaps: Tensor, width: int) -> Tensor:
     if count == 0:
         return gaps.new_zeros(0, dtype=torch.uint8)
     numbers = gaps.contiguous().numpy()
-    headers = np.empty(-(-count // _BLOCK), dtype=np.int64)
+    headers = np.empty(-(-count // rice.BLOCK), dtype=np.int64)
     quotients, remainders, escapes = _plan(numbers, width, headers)
     sizes = (2 * headers.size, (quotients + 7) // 8, (remainders + 7) // 8, width * escapes)
     message = np.zeros(sum(sizes) + WORD, dtype=np.uint8)
@@ -127,11 +122,11 @@ def encode_blocks(gaps: Tensor, width: int) -> Tensor:
 
 def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
     message = data.contiguous().numpy()
-    start = 2 * -(-count // _BLOCK)
+    start = 2 * -(-count // rice.BLOCK)
     headers = message[: min(start, message.size // 2 * 2)].view("<u2").astype(np.int64)
     gaps = np.empty(count, dtype=np.int64)
-    sizes = np.full(headers.size, _BLOCK)
-    sizes[-1:] = (count - 1) % _BLOCK + 1
+    sizes = np.full(headers.size, rice.BLOCK)
+    sizes[-1:] = (count - 1) % rice.BLOCK + 1
     middle = start + (int((sizes + (headers >> 6)).sum()) + 7) // 8
     stop = middle + (int((sizes * (headers & 31)).sum()) + 7) // 8
     whole = count > 0 and 2 * headers.size == start and message.size >= stop

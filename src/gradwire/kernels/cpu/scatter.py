@@ -45,14 +45,14 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
 
 
 @compiled
-def _write(values, indices, bounds, start, world, out):
+def _write(values, indices, bounds, world, out):
     """The same, of messages whose positions rise, into what is there: memory is touched once."""
     n, ranks = out.starts[-1], bounds.size - 1
     for s in prange((n + _STRETCH - 1) // _STRETCH):
         begin, end = s * _STRETCH, min(n, (s + 1) * _STRETCH)
         at, stop = np.empty(ranks, dtype=np.int64), np.empty(ranks, dtype=np.int64)
         for r in range(ranks):
-            at[r] = bounds[r] + np.searchsorted(indices[bounds[r] : bounds[r + 1]], start + begin)
+            at[r] = bounds[r] + np.searchsorted(indices[bounds[r] : bounds[r + 1]], begin)
         divided = np.empty(_LINES // 64, dtype=np.uint64)  # places that are not to be divided again
         for a in range(begin, end, _LINES):
             b = min(end, a + _LINES)
@@ -61,13 +61,13 @@ def _write(values, indices, bounds, start, world, out):
             divided[:] = np.uint64(0)
             for r in range(ranks):
                 i = at[r]
-                while i < bounds[r + 1] and indices[i] < start + b:
-                    piece[indices[i] - start - a] += values[i]
+                while i < bounds[r + 1] and indices[i] < b:
+                    piece[indices[i] - a] += values[i]
                     i += 1
                 stop[r] = i
             for r in range(ranks):
                 for i in range(at[r], stop[r]):
-                    j = indices[i] - start - a
+                    j = indices[i] - a
                     bit = np.uint64(1) << np.uint64(j & 63)
                     if not divided[j >> 6] & bit:
                         divided[j >> 6] |= bit
@@ -77,5 +77,5 @@ def _write(values, indices, bounds, start, world, out):
 
 
 @in_turn
-def scatter_mean_(out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int) -> None:
-    _write(values.numpy(), indices.numpy(), np.array(bounds), start, world, places(out))
+def scatter_mean_(out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], world: int) -> None:
+    _write(values.numpy(), indices.numpy(), np.array(bounds), world, places(out))

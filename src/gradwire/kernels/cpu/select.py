@@ -150,9 +150,13 @@ def carry_topk_(
     rule: Accumulation,
     lengths: PerSegment,
     counts: PerSegment,
+    subtract: int = 0,
 ) -> Selected:
     old = NOWHERE if before[0] is after[0] else memories(*before)
-    return _select(gradient(grad), old, memories(*after), rule_of(rule, after[1]), _work(lengths, counts))
+    found = _select(gradient(grad), old, memories(*after), rule_of(rule, after[1]), _work(lengths, counts))
+    if subtract:
+        subtract_sent_(after[0], after[1] if subtract > 1 else None, found.indices, found.values)
+    return found
 
 
 @compiled

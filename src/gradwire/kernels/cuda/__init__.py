@@ -5,7 +5,7 @@
 from gradwire.kernels.cuda.accumulate import accumulate_, subtract_sent_
 from gradwire.kernels.cuda.apply_momentum import apply_momentum_
 from gradwire.kernels.cuda.block_decode import sign_decode_times_
-from gradwire.kernels.cuda.block_merge import merge_sign, merge_sign_into_
+from gradwire.kernels.cuda.block_merge import merge_sign
 from gradwire.kernels.cuda.block_signs import momentum_sign_
 from gradwire.kernels.cuda.casts import cast_decode, cast_encode, feedback_sum_
 from gradwire.kernels.cuda.chunks import chunk_topk
@@ -28,4 +28,4 @@ from gradwire.kernels.cuda.rice_reader import decode_blocks, rice_decode
 from gradwire.kernels.cuda.rice_writer import encode_blocks, rice_encode
 from gradwire.kernels.cuda.scatter import scatter_mean, scatter_mean_, scatter_product_
 from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
-from gradwire.kernels.cuda.topk import accumulate_topk_, carry_topk_, momentum_topk_, send_topk_, topk
+from gradwire.kernels.cuda.topk import carry_topk_, momentum_topk_, topk

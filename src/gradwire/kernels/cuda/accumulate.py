@@ -3,6 +3,8 @@
 Products and sums are rounded one by one, as the definition's are: launch with ``enable_fp_fusion=False``.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -121,31 +123,44 @@ def memory_of(residual: Tensor, before: Tensor | None) -> Tensor | None:
     return None
 
 
+class Entering(NamedTuple):
+    """A gradient that enters the residual.
+
+    Attributes:
+        grad: Is added.
+        nonfinite: Where what is not finite is reported.
+        decay: Of the residual.
+        before: What the residual was, if it lies elsewhere.
+    """
+
+    grad: Tensor
+    nonfinite: Tensor
+    decay: float = 1.0
+    before: Tensor | None = None
+
+
+def launch_tiles(kernel: Any, vectors: tuple[Tensor, ...], numbers: tuple[float, ...], rule: int) -> Tensor:
+    """Run a kernel over the tiles of vectors, of which the first is a gradient. Returns whether it was nonfinite."""
+    n, nonfinite = vectors[0].numel(), no_report(vectors[0].device)
+    tiles = -(-n // BLOCK)
+    kernel[(tiles,)](*vectors, nonfinite, n, *numbers, rule, BLOCK, num_warps=8, enable_fp_fusion=False)
+    return nonfinite.view(torch.bool)
+
+
+def no_report(device: torch.device) -> Tensor:
+    """Where kernels report, before they do."""
+    return torch.zeros((), dtype=torch.uint8, device=device)
+
+
 @placed
 def accumulate_(
     grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
 ) -> Tensor:
-    n = grad.numel()
-    if n == 0 or not readable(grad, residual, momentum):
+    if grad.numel() == 0 or not readable(grad, residual, momentum):
         return definition(fused.accumulate_)(grad, residual, momentum, rule, before)
     old = memory_of(residual, before)
-    nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
-    spare = residual if momentum is None else momentum
-    _accumulate[(-(-n // BLOCK),)](
-        grad,
-        residual if old is None else old,
-        residual,
-        spare,
-        nonfinite,
-        n,
-        rule.momentum,
-        rule.decay,
-        rule_of(momentum, rule),
-        BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-    return nonfinite.view(torch.bool)
+    vectors = grad, residual if old is None else old, residual, residual if momentum is None else momentum
+    return launch_tiles(_accumulate, vectors, (rule.momentum, rule.decay), rule_of(momentum, rule))
 
 
 @placed

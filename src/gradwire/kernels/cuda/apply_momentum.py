@@ -9,7 +9,9 @@ from gradwire.core.graph_refs import cached_on_device
 from gradwire.kernels import apply_momentum
 from gradwire.kernels.apply_momentum import Applied, Scalar
 from gradwire.kernels.cuda.accumulate import fetch, put
+from gradwire.kernels.cuda.places import moved
 from gradwire.kernels.cuda.tables import definition, placed
+from gradwire.kernels.philox import ragged
 
 _TILE = 2048
 _COLUMNS = tl.constexpr(5)  # addresses of parameter, momentum, denominator and variance, and their length
@@ -65,7 +67,7 @@ def _apply(
 @cached_on_device(256)
 def _addresses(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """Where tensors lie, int64[tensors, columns]; it may be elsewhere at every step."""
-    return _moved(torch.tensor(rows), device)
+    return moved(torch.tensor(rows), device)
 
 
 @cached_on_device(256)
@@ -73,13 +75,7 @@ def _tiles(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     """Whose each tile is, int32[tiles], and where in it the tile starts, int64[tiles]."""
     counts = -(-torch.tensor(lengths) // _TILE)
     owner = torch.arange(len(lengths)).repeat_interleave(counts)
-    start = (torch.arange(owner.numel()) - (counts.cumsum(0) - counts)[owner]) * _TILE
-    return _moved(owner.int(), device), _moved(start, device)
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """Copied without waiting for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    return moved(owner.int(), device), moved(ragged(counts) * _TILE, device)
 
 
 @placed

@@ -6,13 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.layout import Flat
-from gradwire.core.payload import from_bytes
 from gradwire.core.segments import known
 from gradwire.kernels import momentum as definitions
 from gradwire.kernels.cuda.accumulate import fetch, put, readable
 from gradwire.kernels.cuda.block_signs import EACH, are_blocks
 from gradwire.kernels.cuda.places import by_block, place_of
 from gradwire.kernels.cuda.tables import definition, grid, placed
+from gradwire.kernels.quantize import scales_and_codes
 
 
 @triton.jit
@@ -54,9 +54,9 @@ def sign_decode_times_(data: Tensor, lengths: Tensor, out: Tensor, factor: Tenso
     if not (fits and are_blocks(where)):
         definition(definitions.sign_decode_times_)(data, lengths, out, factor, product)
         return
-    blocks = lengths.numel()
-    scales, width = from_bytes(data[: 4 * blocks], torch.float32), triton.next_power_of_2(where.widest)
-    _decode_times[(blocks,)](
-        data[4 * blocks :], scales, out, factor, place[0], where.starts, place[1], width,
+    scales, bits = scales_and_codes(data, lengths.numel())
+    width = triton.next_power_of_2(where.widest)
+    _decode_times[(lengths.numel(),)](
+        bits, scales, out, factor, place[0], where.starts, place[1], width,
         num_warps=max(1, width // EACH), enable_fp_fusion=False,
     )  # fmt: skip

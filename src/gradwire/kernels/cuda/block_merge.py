@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels import momentum as definitions
 from gradwire.kernels.cuda import merge
 from gradwire.kernels.cuda.accumulate import fetch, put
 from gradwire.kernels.cuda.block_signs import EACH, REGISTERS, are_blocks, scale_of
@@ -13,7 +12,7 @@ from gradwire.kernels.cuda.codes import load_float, message, store_codes
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.merge import _fit, _mean, _sum_signs, _together, _wide
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT
-from gradwire.kernels.cuda.tables import definition, grid, placed
+from gradwire.kernels.cuda.tables import grid, placed
 
 
 @triton.jit
@@ -79,27 +78,12 @@ def _merge_blocks_of_signs(
 
 @placed
 def merge_sign(
-    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    if not are_blocks(grid(lengths, messages.device)) or not _fit(messages, error):
-        return merge.merge_sign(messages, error, lengths, norm)
-    left = None if error is None else torch.empty_like(error)
-    return _merge_blocks(messages, error, lengths, norm, left), left
-
-
-@placed
-def merge_sign_into_(messages: Tensor, error: Tensor, lengths: tuple[int, ...], norm: bool, out: Tensor) -> Tensor:
-    fits = _fit(messages, error) and _fit(messages, out)
-    if not are_blocks(grid(lengths, messages.device)) or not fits:
-        return definition(definitions.merge_sign_into_)(messages, error, lengths, norm, out)
-    return _merge_blocks(messages, error, lengths, norm, out)
-
-
-def _merge_blocks(
-    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool, left: Tensor | None
-) -> Tensor:
-    """The message; what it loses goes to ``left``."""
     where, ranks, blocks = grid(lengths, messages.device), messages.shape[0], len(lengths)
+    if not are_blocks(where) or not _fit(messages, error, out):
+        return merge.merge_sign(messages, error, lengths, norm, out)
+    left = None if error is None else torch.empty_like(error) if out is None else out
     data, scales, bits = message(blocks, where.n, 1, messages.device)
     before, after = (scales, scales) if error is None or left is None else (error, left)
     fresh = (messages, before, after, scales, bits, where.starts)
@@ -111,4 +95,4 @@ def _merge_blocks(
     )  # fmt: skip
     options = {"num_warps": max(1, width // EACH), "maxnreg": REGISTERS, "enable_fp_fusion": False}
     launch(_merge_blocks_of_signs, blocks, facts, fresh, rest, **options)
-    return data
+    return data, left

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.core.layout import Flat
 from gradwire.kernels import momentum as definitions
-from gradwire.kernels.cuda.accumulate import PLAIN, READ, memory_of, put, readable, report
+from gradwire.kernels.cuda.accumulate import PLAIN, READ, Entering, memory_of, no_report, put, readable, report
 from gradwire.kernels.cuda.codes import message, store_codes
 from gradwire.kernels.cuda.momentum import averaged, rule_of
 from gradwire.kernels.cuda.places import TOGETHER, by_block, end_to_end, place_of, vector_of
@@ -22,18 +22,6 @@ from gradwire.kernels.momentum import Momentum
 _NARROWEST, _WIDEST = 512, 8192  # entries of the longest block
 EACH = 256  # entries of a warp
 REGISTERS = 64  # of a thread: two blocks of 4096 fit side by side, so that one computes while the other is read
-
-
-@triton.jit
-def _target(
-    grad, last, denominator, out, residual, at, live, beta, rest, decay,
-    RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The target at these places, and where the gradient is not finite. KEEP: the next momentum goes to ``out``."""
-    v, u, bad = averaged(grad, residual, last, denominator, at, live, beta, rest, decay, RULE, MASKED)
-    if KEEP:
-        put(out, at, u, live, MASKED)
-    return v, bad
 
 
 @triton.jit
@@ -53,7 +41,9 @@ def _block(
     row = tl.arange(0, WIDTH // 8)
     at = row[:, None] * 8 + tl.arange(0, 8)[None, :]
     live = at < size
-    x, bad = _target(grad, last, denominator, out, residual, at, live, beta, rest, decay, RULE, KEEP, MASKED)
+    x, following, bad = averaged(grad, residual, last, denominator, at, live, beta, rest, decay, RULE, MASKED)
+    if KEEP:
+        put(out, at, following, live, MASKED)
     if RULE != READ:
         report(bad, nonfinite)
     found = scale_of(x, size, STAT)
@@ -68,7 +58,10 @@ def _blocks(
     grad, last, denominator, out, residual, fresh, nonfinite, scales, bits, starts, beta, rest, decay,
     STAT: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr, HOW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Each program has one block, which starts at a multiple of eight. HOW: how the gradient lies, see `places`."""
+    """Each program has one block, which starts at a multiple of eight. HOW: how the gradient lies, see `places`.
+
+    KEEP: the next momentum goes to ``out``.
+    """
     block = tl.program_id(0)
     start = tl.multiple_of(tl.load(starts + block), 8)
     size = (tl.load(starts + block + 1) - start).to(tl.int32)
@@ -97,50 +90,30 @@ def encode_blocks(
     x: Tensor,
     where: Grid,
     norm: bool,
-    grad: Tensor | None = None,
+    entering: Entering | None = None,
     momentum: Momentum | None = None,
-    decay: float = 1.0,
-    before: Tensor | None = None,
     out: Tensor | None = None,
     how: int = int(TOGETHER.value),
-) -> tuple[Tensor, Tensor]:
-    """The message of ``x``, or, with ``grad``, of what feedback makes of both; ``x`` then keeps the rest.
+) -> Tensor:
+    """The message of ``x``, or of what feedback makes of it and a gradient; ``x`` then keeps the rest.
 
-    What ``x`` was may lie in ``before``. With ``momentum``, the gradient enters it first; what that makes enters ``x``,
-    and goes to ``out``. ``how`` the gradient lies, see `places`. Also returns whether the gradient was nonfinite.
+    With ``momentum``, the gradient enters it first; what that makes enters ``x``, and goes to ``out``. ``how`` the
+    gradient lies, see `places`.
     """
     blocks = where.starts.numel() - 1
     data, scales, bits = message(blocks, where.n, 1, x.device)
-    nonfinite = (torch.empty if grad is None else torch.zeros)((), dtype=torch.uint8, device=x.device)
-    rule, last, denominator, beta = int((PLAIN if grad is not None else READ).value), x, x, 0.0
+    grad, nonfinite, decay, before = entering or Entering(x, data)
+    rule, last, denominator, beta = int((PLAIN if entering else READ).value), x, x, 0.0
     if momentum is not None:
         rule, last, beta = rule_of(momentum), momentum.last, momentum.beta
         denominator = last if momentum.denominator is None else momentum.denominator
     width = triton.next_power_of_2(where.widest)
     _blocks[(blocks,)](
-        x if grad is None else grad,
-        last,
-        denominator,
-        last if out is None else out,
-        x if before is None else before,
-        x,
-        nonfinite,
-        scales,
-        bits,
-        where.starts,
-        beta,
-        1.0 - beta,
-        decay,
-        (ROOT if norm else MEAN).value,
-        rule,
-        out is not None,
-        how,
-        width,
-        num_warps=max(1, width // EACH),
-        maxnreg=REGISTERS,
-        enable_fp_fusion=False,
-    )
-    return data, nonfinite.view(torch.bool)
+        grad, last, denominator, last if out is None else out, x if before is None else before, x, nonfinite, scales,
+        bits, where.starts, beta, 1.0 - beta, decay, (ROOT if norm else MEAN).value, rule, out is not None, how, width,
+        num_warps=max(1, width // EACH), maxnreg=REGISTERS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return data
 
 
 @placed
@@ -159,4 +132,5 @@ def momentum_sign_(
     if not (fits and are_blocks(where)):
         return definition(definitions.momentum_sign_)(grad, residual, momentum, decay, lengths, norm, before, out)
     source, how = place
-    return encode_blocks(residual, where, norm, source, momentum, decay, memory_of(residual, before), out, how)
+    entering = Entering(source, no_report(source.device), decay, memory_of(residual, before))
+    return encode_blocks(residual, where, norm, entering, momentum, out, how), entering.nonfinite.view(torch.bool)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
-from gradwire.kernels.cuda.accumulate import PLAIN, READ, enter, put, report
+from gradwire.kernels.cuda.accumulate import PLAIN, READ, Entering, enter, put, report
 from gradwire.kernels.cuda.codes import (
     inverse,
     merge_codes,
@@ -28,6 +28,8 @@ from gradwire.kernels.cuda.codes import (
     uniform_fours,
     word,
 )
+from gradwire.kernels.groups import before
+from gradwire.kernels.philox import ragged
 
 INTEGER = tl.constexpr(0)
 QSGD = tl.constexpr(1)
@@ -54,7 +56,6 @@ class Slabs(NamedTuple):
     segment: Tensor
     first: Tensor  # where the segment starts, for each slab
     first_group: Tensor  # int64[segments]
-    sizes: Tensor  # int64[groups]
     aligned: bool  # all starts and blocks are multiples of 8
 
 
@@ -64,18 +65,15 @@ def slabs(lengths: tuple[int, ...], block: int, device: torch.device, slab: int 
     width = triton.next_power_of_2(block)
     across = max(1, slab // width)
     size = torch.tensor(lengths, dtype=torch.int64)
-    starts = size.cumsum(0) - size
+    starts = before(size)
     groups = -(-size // block)
     counts = -(-groups // across)
     segment = torch.arange(len(lengths)).repeat_interleave(counts)
-    index = torch.arange(segment.numel()) - (counts.cumsum(0) - counts)[segment]
-    first_group = groups.cumsum(0) - groups
+    index, first_group = ragged(counts), before(groups)
     inside = index * across * block
-    owner = torch.arange(len(lengths)).repeat_interleave(groups)
-    turn = torch.arange(owner.numel()) - first_group[owner]
     return Slabs(
         n=int(size.sum()),
-        groups=owner.numel(),
+        groups=int(groups.sum()),
         width=width,
         across=across,
         start=(starts[segment] + inside).to(device),
@@ -84,7 +82,6 @@ def slabs(lengths: tuple[int, ...], block: int, device: torch.device, slab: int 
         segment=segment.to(device),
         first=starts[segment].to(device),
         first_group=first_group.to(device),
-        sizes=(size[owner] - turn * block).clamp(max=block).to(device),
         aligned=block % 8 == 0 and not bool((starts[size > 0] % 8).any()),
     )
 
@@ -228,46 +225,19 @@ def quantize(
     bits: int,
     names: tuple[str, ...] = (),
     key: Key | None = None,
-    grad: Tensor | None = None,
-    nonfinite: Tensor | None = None,
-    decay: float = 1.0,
-    before: Tensor | None = None,
+    entering: Entering | None = None,
 ) -> Tensor:
-    """The message of ``x``, or, with ``grad``, of what feedback makes of both; ``x`` then keeps the rest.
-
-    What ``x`` was may lie in ``before``.
-    """
+    """The message of ``x``, or of what feedback makes of it and a gradient; ``x`` then keeps the rest."""
     straight = bits == 8 or (where.aligned and block == where.width)
     data, scales, body = message(where.groups, where.n, bits, x.device, zero=not straight)
-    low, high = step_words(key) if key else (0, 0)
+    grad, nonfinite, decay, old = entering or Entering(x, x)
+    random = (seeds(key, names, x.device), *step_words(key)) if key else (where.first_group, 0, 0)
     if where.n:
         _quantize[(where.start.numel(),)](
-            x if grad is None else grad,
-            x if before is None else before,
-            None if before is None else x,
-            x if nonfinite is None else nonfinite,
-            scales,
-            body.view(word(bits) if straight else torch.int32),
-            decay,
-            where.start,
-            where.size,
-            where.group,
-            where.segment,
-            where.first,
-            seeds(key, names, x.device) if key else where.first_group,
-            low,
-            high,
-            *reciprocal(levels),
-            levels,
-            bits,
-            kind.value,
-            (READ if grad is None else PLAIN).value,
-            block,
-            where.width,
-            where.across,
-            where.aligned,
-            num_warps=max(1, where.across * where.width // _SLAB),
-            maxnreg=96,
-            enable_fp_fusion=False,
-        )
+            grad, x if old is None else old, None if old is None else x, nonfinite, scales,
+            body.view(word(bits) if straight else torch.int32), decay, where.start, where.size, where.group,
+            where.segment, where.first, *random, *reciprocal(levels), levels, bits, kind.value,
+            (PLAIN if entering else READ).value, block, where.width, where.across, where.aligned,
+            num_warps=max(1, where.across * where.width // _SLAB), maxnreg=96, enable_fp_fusion=False,
+        )  # fmt: skip
     return data

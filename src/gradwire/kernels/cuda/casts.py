@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels import fused, quantize
-from gradwire.kernels.cuda.accumulate import enter, fetch, put, readable, report, rule_of
+from gradwire.kernels.cuda.accumulate import enter, fetch, launch_tiles, put, readable, report, rule_of
 from gradwire.kernels.cuda.launch import form, launch
-from gradwire.kernels.cuda.tables import BLOCK, definition, placed
+from gradwire.kernels.cuda.tables import definition, placed
 from gradwire.kernels.fused import Accumulation
 
 _TILE = 2048
@@ -107,25 +107,10 @@ def feedback_sum_(
     rule: Accumulation,
     limit: float,
 ) -> tuple[Tensor, Tensor]:
-    n = grad.numel()
-    if n == 0 or not readable(grad, *before, *after):
+    if grad.numel() == 0 or not readable(grad, *before, *after):
         return definition(fused.feedback_sum_)(grad, before, after, rule, limit)
-    sent, nonfinite = torch.empty_like(after[0]), torch.zeros((), dtype=torch.uint8, device=grad.device)
+    sent = torch.empty_like(after[0])
     # Without momentum, its place is taken by the residual, and not touched.
     old, new = ((v, v if u is None else u) for v, u in (before, after))
-    _feedback_sum[(-(-n // BLOCK),)](
-        grad,
-        *old,
-        *new,
-        sent,
-        nonfinite,
-        n,
-        rule.momentum,
-        rule.decay,
-        limit,
-        rule_of(after[1], rule),
-        BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-    return sent, nonfinite.view(torch.bool)
+    numbers, kind = (rule.momentum, rule.decay, limit), rule_of(after[1], rule)
+    return sent, launch_tiles(_feedback_sum, (grad, *old, *new, sent), numbers, kind)

@@ -1,6 +1,6 @@
 """What a dropped step has written, undone. In any other step a few programs look at one bool, and leave."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import triton
 import triton.language as tl
@@ -42,36 +42,32 @@ def _write_if(
 
 @placed
 def copy_if_(dropped: Tensor, now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    if not all(map(_plain, (*now, *before))):
+    if all(map(_plain, (*now, *before))):
+        _launch(dropped, zip(now, before, strict=True), True)
+    else:
         definition(conditional.copy_if_)(dropped, now, before)
-        return
-    for some in _groups([pair for pair in zip(now, before, strict=True) if pair[0].numel()]):
-        _launch(dropped, [x for x, _ in some], [old for _, old in some], True)
 
 
 @placed
 def zero_if_(dropped: Tensor, updates: Sequence[Tensor]) -> None:
-    if not all(map(_plain, updates)):
+    if all(map(_plain, updates)):
+        _launch(dropped, zip(updates, updates, strict=True), False)
+    else:
         definition(conditional.zero_if_)(dropped, updates)
-        return
-    for some in _groups([(x, x) for x in updates if x.numel()]):
-        _launch(dropped, [x for x, _ in some], [x for x, _ in some], False)
 
 
 def _plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.element_size() == 4 and x.is_floating_point()
 
 
-def _groups(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """So many together; the last ones stand there twice, which does no harm."""
+def _launch(dropped: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], copies: bool) -> None:
+    """Write so many together; the last ones stand there twice, which does no harm."""
+    pairs = [pair for pair in pairs if pair[0].numel()]
     for i in range(0, len(pairs), _TOGETHER):
         some = pairs[i : i + _TOGETHER]
-        yield some + [some[-1]] * (_TOGETHER - len(some))
-
-
-def _launch(dropped: Tensor, now: list[Tensor], before: list[Tensor], copies: bool) -> None:
-    sizes = tuple([x.numel() for x in now])
-    fresh = (*now, *before, dropped)
-    programs = min(_PROGRAMS, triton.next_power_of_2(-(-max(sizes) // _TILE)))
-    rest = (*sizes, copies, _TILE, programs)
-    launch(_write_if, programs, (sizes, copies, *form(*fresh)), fresh, rest, num_warps=4)
+        now, before = zip(*some, *[some[-1]] * (_TOGETHER - len(some)), strict=True)
+        sizes = tuple([x.numel() for x in now])
+        fresh = (*now, *before, dropped)
+        programs = min(_PROGRAMS, triton.next_power_of_2(-(-max(sizes) // _TILE)))
+        rest = (*sizes, copies, _TILE, programs)
+        launch(_write_if, programs, (sizes, copies, *form(*fresh)), fresh, rest, num_warps=4)

@@ -16,7 +16,7 @@ LEVEL = tl.constexpr(2)  # scale * (code / levels)
 TRIT = tl.constexpr(3)
 POWER = tl.constexpr(4)  # a sign and an exponent; no scale
 
-_WARPS = 4
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 SLAB = 2048  # values of blocks, for one program
 _WHOLE = (1, 2, 4, 8)  # bits, of which eight codes make bytes that nothing else is in
 
@@ -198,28 +198,10 @@ def decode(
     flat = kind.value in (SIGN.value, SIDE.value, LEVEL.value) and group == 0
     if where.n:
         _decode[(where.tiles,)](
-            data,
-            scales,
-            scales if second is None else second,
-            out,
-            where.n,
-            data.numel(),
-            *reciprocal(levels),
-            where.tile_row,
-            where.tile_segment,
-            where.row_segment,
-            where.starts,
-            where.starts if first_group is None else first_group,
-            levels,
-            kind.value,
-            bits,
-            group,
-            flat and bits in _WHOLE and where.eights,
-            data.data_ptr() % 4 == 0,
-            BLOCK,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )
+            data, scales, scales if second is None else second, out, where.n, data.numel(), *reciprocal(levels),
+            *where.tables, where.starts if first_group is None else first_group, levels, kind.value, bits, group,
+            flat and bits in _WHOLE and where.eights, data.data_ptr() % 4 == 0, BLOCK, **_OPTIONS,
+        )  # fmt: skip
     return out
 
 
@@ -239,20 +221,7 @@ def decode_blocks(
     out = torch.empty(where.n, dtype=torch.float32, device=data.device) if out is None else out
     if where.n:
         _decode_blocks[(where.start.numel(),)](
-            data,
-            scales,
-            out,
-            where.start,
-            where.size,
-            where.group,
-            data.numel(),
-            *reciprocal(levels),
-            levels,
-            bits,
-            block,
-            where.across,
-            data.data_ptr() % 4 == 0,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )
+            data, scales, out, where.start, where.size, where.group, data.numel(), *reciprocal(levels), levels, bits,
+            block, where.across, data.data_ptr() % 4 == 0, **_OPTIONS,
+        )  # fmt: skip
     return out

@@ -17,6 +17,8 @@ from gradwire.core.keys import Key
 from gradwire.kernels import select
 from gradwire.kernels.cuda.codes import philox_words, seeds, step_words
 from gradwire.kernels.cuda.tables import definition, placed
+from gradwire.kernels.groups import before
+from gradwire.kernels.philox import ragged
 from gradwire.kernels.select import HEAD, ROUNDS, sides_of, words_of
 
 _BLOCK = 1024
@@ -46,11 +48,10 @@ def networks(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.de
     sides = torch.tensor([sides_of(n) for n in lengths], dtype=torch.int64).view(-1, 2)
     blocks = torch.tensor([0, *((words_of(a) + 3) // 4 for a in sides[:, 0].tolist())]).cumsum(0)
     ends = count.cumsum(0)
-    columns = (size, *sides.unbind(1), 4 * blocks[:-1], size.cumsum(0) - size, ends - count)
+    columns = (size, *sides.unbind(1), 4 * blocks[:-1], before(size), ends - count)
     programs = (count + _WALK - 1) // _WALK
     unit = torch.arange(len(lengths)).repeat_interleave(programs)
-    first = torch.arange(unit.numel()) - (programs.cumsum(0) - programs)[unit]
-    walks = torch.stack((unit, first * _WALK), 1)
+    walks = torch.stack((unit, ragged(programs) * _WALK), 1)
     small = bool((sides.prod(1) < 2**31).all())
     table, word_blocks, walks, ends = (x.to(device) for x in (torch.stack(columns, 1), blocks, walks, ends))
     return Networks(table, word_blocks, walks, ends, int(blocks[-1]), int(count.sum()), small)
@@ -186,8 +187,7 @@ def scattered(
 
 def _launch(net: Networks, names: tuple[str, ...], key: Key, out: Tensor, mark: bool) -> None:
     words = torch.empty(4 * net.blocks, dtype=torch.int32, device=out.device)
-    low, high = step_words(key)
     _write_words[(triton.cdiv(net.blocks, _BLOCK),)](
-        words, net.word_blocks, seeds(key, names, out.device), len(names), net.blocks, low, high, _BLOCK
+        words, net.word_blocks, seeds(key, names, out.device), len(names), net.blocks, *step_words(key), _BLOCK
     )
     _walk[(len(net.walks),)](words, net.table, net.walks, net.ends, out, net.small, mark, _WALK, num_warps=1)

@@ -241,19 +241,17 @@ def merge_integer(
 
 @placed
 def merge_sign(
-    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     where = grid(lengths, messages.device)
-    if not where.n or not _eights(lengths) or not _fit(messages, error):
-        return definition(fused.merge_sign)(messages, error, lengths, norm)
+    if not where.n or not where.eights or not _fit(messages, error, out):
+        return definition(fused.merge_sign)(messages, error, lengths, norm, out)
     ranks, stat = messages.shape[0], ROOT if norm else MEAN
     data, scales, bits = message(len(lengths), where.n, 1, messages.device)
     parts = room(where, messages.device)
-    left = None if error is None else torch.empty_like(error)
+    left = None if error is None else torch.empty_like(error) if out is None else out
     before, after = (scales, scales) if error is None or left is None else (error, left)
-    fresh = (
-        messages, before, after, bits, parts, where.tile_row, where.tile_segment, where.row_segment, where.starts
-    )  # fmt: skip
+    fresh = (messages, before, after, bits, parts, *where.tables)
     facts = (lengths, norm, ranks, messages.stride(0), _wide(messages), error is None, *form(*fresh))
     rest = (
         where.rows, where.n, 4 * len(lengths), messages.stride(0), 1 / ranks, stat.value, error is not None,
@@ -266,9 +264,10 @@ def merge_sign(
     return data, left
 
 
-def _fit(messages: Tensor, error: Tensor | None) -> bool:
-    plain = error is None or (error.dtype == torch.float32 and error.is_contiguous())
-    return plain and messages.stride(1) == 1
+def _fit(messages: Tensor, *errors: Tensor | None) -> bool:
+    return messages.stride(1) == 1 and all(
+        x is None or (x.dtype == torch.float32 and x.is_contiguous()) for x in errors
+    )
 
 
 def _together(ranks: int) -> int:
@@ -279,9 +278,3 @@ def _together(ranks: int) -> int:
 def _wide(messages: Tensor) -> bool:
     """Whether every message starts at a multiple of four bytes."""
     return messages.data_ptr() % 4 == 0 and messages.stride(0) % 4 == 0
-
-
-def _eights(lengths: tuple[int, ...]) -> bool:
-    """Whether all segments, but for what follows the last, are made of whole eights."""
-    used = [n for n in lengths if n]
-    return all(n % 8 == 0 for n in used[:-1])

@@ -1,13 +1,12 @@
 """Momentum that a gradient enters, over AdamW's denominators."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels import momentum as definitions
-from gradwire.kernels.cuda.accumulate import MOMENTUM, READ, entered, fetch, put, readable, report
-from gradwire.kernels.cuda.tables import BLOCK, definition, placed
+from gradwire.kernels.cuda.accumulate import MOMENTUM, READ, entered, fetch, launch_tiles, put, readable, report
+from gradwire.kernels.cuda.tables import definition, placed
 from gradwire.kernels.momentum import Momentum
 
 AVERAGE = tl.constexpr(4)  # beside the rules of `accumulate`: the next momentum enters the residual
@@ -87,12 +86,8 @@ def _advance(
 
 @placed
 def next_momentum_(grad: Tensor, momentum: Momentum, out: Tensor) -> Tensor:
-    n, (last, denominator, beta) = grad.numel(), momentum
-    if n == 0 or not readable(grad, last, denominator, out):
+    last, denominator, beta = momentum
+    if grad.numel() == 0 or not readable(grad, last, denominator, out):
         return definition(definitions.next_momentum_)(grad, momentum, out)
-    nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
-    _advance[(-(-n // BLOCK),)](
-        grad, last, last if denominator is None else denominator, out, nonfinite, n, beta, 1.0 - beta,
-        rule_of(momentum), BLOCK, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
-    return nonfinite.view(torch.bool)
+    vectors = grad, last, last if denominator is None else denominator, out
+    return launch_tiles(_advance, vectors, (beta, 1.0 - beta), rule_of(momentum))

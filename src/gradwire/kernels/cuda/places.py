@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.layout import Flat, Scattered, in_one_place
+from gradwire.kernels.groups import before
 
 TOGETHER = tl.constexpr(0)  # a vector lies end to end: kernels get its address
 PIECES = tl.constexpr(1)  # kernels get a table of addresses,
@@ -64,24 +65,19 @@ def _table(spans: Spans, lengths: tuple[int, ...], tile: int, device: torch.devi
     """int64[blocks]. There is one for each bucket, and for each rank's slice of it, as long as a wire lives."""
     address, size = torch.tensor(spans).unbind(1)
     ends = size.cumsum(0)
-    starts = torch.arange(0, int(ends[-1]), tile) if tile else _before(torch.tensor(lengths))
+    starts = torch.arange(0, int(ends[-1]), tile) if tile else before(torch.tensor(lengths))
     stops = (starts + tile).clamp(max=int(ends[-1])) if tile else starts + torch.tensor(lengths)
     piece = torch.searchsorted(ends, starts, right=True).clamp(max=len(spans) - 1)
     if bool((stops > ends[piece]).any()):
         return None
-    places = address[piece] + 4 * (starts - _before(size)[piece])
+    places = address[piece] + 4 * (starts - before(size)[piece])
     aligned = not bool((places % 16).any())
-    return _moved(places, device), int((ALIGNED if aligned else PIECES).value)
-
-
-def _before(x: Tensor) -> Tensor:
-    return x.cumsum(0) - x
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """Copied without waiting for the device."""
-    if device.type != "cuda":
-        return x
-    if torch.cuda.is_current_stream_capturing():  # the graph would read the host's memory at every replay
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The graph would read the host's memory at every replay.
         raise RuntimeError("a table of addresses is made by eager steps, before a capture")
-    return x.pin_memory().to(device, non_blocking=True)
+    return moved(places, device), int((ALIGNED if aligned else PIECES).value)
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """Copied without waiting for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
-from gradwire.core.payload import from_bytes
 from gradwire.core.segments import known
 from gradwire.kernels import fused
 from gradwire.kernels import quantize as plain
-from gradwire.kernels.cuda.accumulate import memory_of, readable
+from gradwire.kernels.cuda.accumulate import Entering, memory_of, no_report, readable
 from gradwire.kernels.cuda.blockwise import INTEGER, QSGD, quantize, slabs
 from gradwire.kernels.cuda.codes import message, word
 from gradwire.kernels.cuda.decode import LEVEL, POWER, SLAB, TRIT, decode, decode_blocks
 from gradwire.kernels.cuda.segment_stats import NORM, PEAK, survey
 from gradwire.kernels.cuda.stochastic_round import LEVELED, NATURAL, dither, trits
 from gradwire.kernels.cuda.tables import definition, grid, placed
+from gradwire.kernels.groups import block_sizes
 
 _WIDEST = 8192  # a larger block does not fit into one program
 _MOST_BITS = 9
@@ -31,10 +31,8 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 @placed
 def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Tensor | None = None) -> Tensor:
     flat, where = grid(known(lengths), data.device), slabs(known(lengths), block, data.device, SLAB)
-    head = 4 * where.groups
-    return decode_blocks(
-        data[head:], from_bytes(data[:head], torch.float32), flat, where, bits, _levels(bits), block, out
-    )  # fmt: skip
+    scales, body = plain.scales_and_codes(data, where.groups)
+    return decode_blocks(body, scales, flat, where, bits, _levels(bits), block, out)
 
 
 @placed
@@ -49,12 +47,10 @@ def feedback_integer_(
 ) -> tuple[Tensor, Tensor]:
     if grad.numel() == 0 or block > _WIDEST or not readable(grad, residual):
         return definition(fused.feedback_integer_)(grad, residual, decay, lengths, bits, block, before)
-    nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
-    where, held = slabs(lengths, block, grad.device), memory_of(residual, before)
-    data = quantize(
-        residual, where, block, INTEGER, _levels(bits), bits, grad=grad, nonfinite=nonfinite, decay=decay, before=held
-    )
-    return data, nonfinite.view(torch.bool)
+    entering = Entering(grad, no_report(grad.device), decay, memory_of(residual, before))
+    where = slabs(lengths, block, grad.device)
+    data = quantize(residual, where, block, INTEGER, _levels(bits), bits, entering=entering)
+    return data, entering.nonfinite.view(torch.bool)
 
 
 @placed
@@ -83,14 +79,13 @@ def qsgd_decode(
         return definition(plain.qsgd_decode)(data, lengths, levels, bucket, biased, out)
     flat = grid(known(lengths), data.device)
     cut = slabs(known(lengths), bucket, data.device, SLAB) if bucket else None
-    head = 4 * (cut.groups if cut else lengths.numel())
-    norms = from_bytes(data[:head], torch.float32)
+    norms, body = plain.scales_and_codes(data, cut.groups if cut else lengths.numel())
     if biased:
-        sizes = cut.sizes if cut else lengths.to(data.device)
+        sizes = block_sizes(known(lengths), bucket, data.device)
         norms = (norms.double() / (1 + plain.omega(sizes, levels))).float()
     if cut is None or bucket is None:
-        return decode(data[head:], norms, flat, LEVEL, bits, levels, out=out)
-    return decode_blocks(data[head:], norms, flat, cut, bits, levels, bucket, out)
+        return decode(body, norms, flat, LEVEL, bits, levels, out=out)
+    return decode_blocks(body, norms, flat, cut, bits, levels, bucket, out)
 
 
 @placed
@@ -108,9 +103,8 @@ def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key:
 
 @placed
 def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
-    head = 4 * lengths.numel()
-    scales = from_bytes(data[:head], torch.float32)
-    return decode(data[head:], scales, grid(known(lengths), data.device), TRIT)
+    scales, body = plain.scales_and_codes(data, lengths.numel())
+    return decode(body, scales, grid(known(lengths), data.device), TRIT)
 
 
 @placed

@@ -7,27 +7,61 @@ from torch import Tensor
 
 from gradwire.core.payload import CorruptMessageError
 from gradwire.kernels.cuda.launch import form, launch
-from gradwire.kernels.cuda.rice_writer import BITS, BLOCK, CAP, WIDE, header_at, split, sum_to
+from gradwire.kernels.cuda.rice_writer import (
+    BITS,
+    BLOCK,
+    CAP,
+    GROUP,
+    WIDE,
+    header_at,
+    num_groups,
+    split,
+    sum_groups,
+    sum_to,
+    sums_to,
+)
 from gradwire.kernels.cuda.tables import placed
 from gradwire.kernels.rice import LIMIT, Found, gaps_of, num_blocks, width_of
 
 
 @triton.jit
-def _layout(data, block, blocks, count):
+def _sizes(data, at, live, count):
+    """The bits of quotients and of remainders that these blocks have; none beyond the last."""
+    bits, _, excess = split(header_at(data, at, live))
+    size = tl.minimum(tl.maximum(count - at.to(tl.int64) * BLOCK, 0), BLOCK)
+    return tl.where(live, size + excess, 0), tl.where(live, size * bits, 0)
+
+
+@triton.jit
+def _sum_headers(data, sums, stride, count, blocks, groups, messages):
+    """Add up the sizes of a group of blocks."""
+    message, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    at = group * GROUP + tl.arange(0, GROUP)
+    quotients, remainders = _sizes(data + message * stride, at, at < blocks, count)
+    tl.store(sums + tl.program_id(0), tl.sum(quotients, 0))
+    tl.store(sums + messages * groups + tl.program_id(0), tl.sum(remainders, 0))
+
+
+@triton.jit
+def _layout(data, sums, message, block, count, blocks, groups, messages):
     """Where a block's quotients and remainders start, in bits of their parts, and how long those parts are."""
-    quotients = tl.zeros([WIDE], tl.int64)
-    remainders = tl.zeros([WIDE], tl.int64)
-    all_quotients = tl.zeros([WIDE], tl.int64)
-    all_remainders = tl.zeros([WIDE], tl.int64)
-    for i in range(0, blocks, WIDE):
+    begin, end = block * 0, blocks
+    quotients = tl.zeros([], tl.int64)
+    remainders, all_quotients, all_remainders = quotients, quotients, quotients
+    if groups > 0:  # then those of the other groups are known
+        begin = block // GROUP * GROUP
+        end = tl.minimum(begin + GROUP, blocks)
+        quotients, all_quotients = sum_to(sums + message * groups, block // GROUP, groups)
+        remainders, all_remainders = sum_to(sums + (messages + message) * groups, block // GROUP, groups)
+    for i in range(begin, end, WIDE):
         at = i + tl.arange(0, WIDE)
-        bits, _, excess = split(header_at(data, at, at < blocks))
-        size = tl.minimum(tl.maximum(count - at.to(tl.int64) * BLOCK, 0), BLOCK)
-        all_quotients += size + excess
-        all_remainders += size * bits
-        quotients += tl.where(at < block, size + excess, 0)
-        remainders += tl.where(at < block, size * bits, 0)
-    return tl.sum(quotients, 0), tl.sum(remainders, 0), tl.sum(all_quotients, 0), tl.sum(all_remainders, 0)
+        some, others = _sizes(data, at, at < end, count)
+        quotients += tl.sum(tl.where(at < block, some, 0), 0)
+        remainders += tl.sum(tl.where(at < block, others, 0), 0)
+        if groups == 0:
+            all_quotients += tl.sum(some, 0)
+            all_remainders += tl.sum(others, 0)
+    return quotients, remainders, all_quotients, all_remainders
 
 
 @triton.jit
@@ -44,12 +78,14 @@ def _read_remainders(data, bits, size, limit):
 
 
 @triton.jit
-def _read(data, gaps, zeros, notes, meta, stride, limit, count, blocks, messages):
+def _read(data, gaps, zeros, notes, meta, sums, stride, limit, count, blocks, messages, groups):
     """Decode a block but for its escapes, which are counted."""
     escapes, faults = notes, notes + messages * blocks
     message, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     data += message * stride
-    start, remainders, all_quotients, all_remainders = _layout(data, block, blocks, count)
+    start, remainders, all_quotients, all_remainders = _layout(
+        data, sums, message, block, count, blocks, groups, messages
+    )  # fmt: skip
     middle = 2 * blocks + (all_quotients + 7) // 8
     stop = middle + (all_remainders + 7) // 8
     bits, capped, excess = split(header_at(data, block, True))
@@ -77,7 +113,7 @@ def _read(data, gaps, zeros, notes, meta, stride, limit, count, blocks, messages
 
 
 @triton.jit
-def _patch(data, gaps, notes, meta, stride, limit, count, blocks, messages, WIDTH: tl.constexpr):
+def _patch(data, gaps, notes, meta, group_sums, stride, limit, count, blocks, messages, groups, WIDTH: tl.constexpr):
     """Add a block's escapes, and its gaps up."""
     escapes, faults = notes, notes + messages * blocks
     used, sums = meta + messages, meta + 2 * messages
@@ -89,7 +125,7 @@ def _patch(data, gaps, notes, meta, stride, limit, count, blocks, messages, WIDT
     mine = message * count + block.to(tl.int64) * BLOCK
     gap = tl.load(gaps + mine + j, mask=j < size, other=0)
     stop = tl.load(meta + message)
-    before, whole = sum_to(escapes + message * blocks, block, blocks)
+    before, whole = sums_to(escapes, group_sums, message, block, blocks, groups)
     if block == 0:
         tl.store(used + message, stop + WIDTH * whole)
     if capped > 0:
@@ -107,11 +143,11 @@ def _patch(data, gaps, notes, meta, stride, limit, count, blocks, messages, WIDT
 
 
 @triton.jit
-def _place(gaps, notes, meta, count, blocks, messages, n):
+def _place(gaps, notes, meta, group_sums, count, blocks, messages, groups, n):
     """Turn a block's gaps into positions."""
     faults, sums = notes + messages * blocks, meta + 2 * messages
     message, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    before, _ = sum_to(sums + message * blocks, block, blocks)
+    before, _ = sums_to(sums, group_sums, message, block, blocks, groups)
     size = tl.minimum(count - block.to(tl.int64) * BLOCK, BLOCK)
     j = tl.arange(0, BLOCK)
     mine = gaps + message * count + block.to(tl.int64) * BLOCK + j
@@ -151,10 +187,21 @@ def _decode(data: Tensor, count: int, n: int, width: int) -> Found:
     # are used; then the sum of each block.
     notes = torch.empty(2, messages, blocks, dtype=torch.int32, device=device)
     meta = torch.empty(messages * (2 + blocks), dtype=torch.int64, device=device)
+    groups = num_groups(blocks)
+    # By group: the bits of quotients and of remainders, escapes, and gaps.
+    sums = torch.empty(4, messages * groups, dtype=torch.int64, device=device)
     programs, stride = messages * blocks, data.stride(0)
-    facts = (count, n, messages, limit, stride, *form(data))
-    about = (stride, limit, count, blocks, messages)
-    launch(_read, programs, facts, (data, found, zeros, notes, meta), about, num_warps=4)
-    launch(_patch, programs, facts, (data, found, notes, meta), (*about, width), num_warps=4)
-    launch(_place, programs, facts, (found, notes, meta), (count, blocks, messages, n), num_warps=4)
+    facts = (count, n, messages, limit, stride, groups, *form(data))
+    about = (stride, limit, count, blocks, messages, groups)
+    if groups:
+        launch(_sum_headers, sums.shape[1], facts, (data, sums), (stride, count, blocks, groups, messages), num_warps=2)
+    launch(_read, programs, facts, (data, found, zeros, notes, meta, sums), about, num_warps=4)
+    if groups:
+        launch(sum_groups, sums.shape[1], (facts, "escapes"), (notes, sums[2]), (blocks, groups), num_warps=1)
+    launch(_patch, programs, facts, (data, found, notes, meta, sums[2]), (*about, width), num_warps=4)
+    if groups:
+        launch(
+            sum_groups, sums.shape[1], (facts, "gaps"), (meta[2 * messages :], sums[3]), (blocks, groups), num_warps=1
+        )
+    launch(_place, programs, facts, (found, notes, meta, sums[3]), (count, blocks, messages, groups, n), num_warps=4)
     return Found(found, meta[messages : 2 * messages], notes[1])

@@ -22,7 +22,7 @@ _MOST_EXCESS = tl.constexpr(1023)
 _CAPPED = tl.constexpr(32)  # in a header
 _NEVER = tl.constexpr(1 << 62)
 WIDE = tl.constexpr(1024)  # blocks whose sizes are added up together
-_GROUP = tl.constexpr(256)  # blocks of a group,
+GROUP = tl.constexpr(256)  # blocks of a group,
 _MANY = 4096  # if there are more than so many
 BITS = tl.constexpr(2048)  # hold a block's quotients, wherever in a byte they start
 
@@ -62,10 +62,9 @@ def _near(center, step: tl.constexpr):
 
 
 @triton.jit
-def _choose(indices, data, sizes, before, count, blocks, WIDTH: tl.constexpr):
+def _choose(indices, out, sizes, count, blocks, WIDTH: tl.constexpr):
     """Find a block's parameter, and write its header and sizes: bits of quotients and of remainders, and escapes."""
     block = tl.program_id(0)
-    out = data + before
     first = block.to(tl.int64) * BLOCK
     gaps = _gaps(indices, first, count, BLOCK)
     size = tl.minimum(count - first, BLOCK)
@@ -122,21 +121,21 @@ def sum_to(sizes, block, blocks):
 
 
 @triton.jit
-def _sum_groups(sizes, sums, blocks, groups):
-    """Add up the sizes of a group, of one of the three kinds."""
+def sum_groups(sizes, sums, blocks, groups):
+    """Add up the sizes of a group, of one of several kinds."""
     kind, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    at = group * _GROUP + tl.arange(0, _GROUP)
+    at = group * GROUP + tl.arange(0, GROUP)
     size = tl.load(sizes + kind * blocks + at, mask=at < blocks, other=0)
     tl.store(sums + kind * groups + group, tl.sum(size, 0))
 
 
 @triton.jit
-def _sums_to(sizes, sums, kind, block, blocks, groups):
-    """`sum_to`, of one of the three kinds of sizes; by groups, if there are any."""
+def sums_to(sizes, sums, kind, block, blocks, groups):
+    """`sum_to`, of one of several kinds of sizes; by groups, if there are any."""
     sizes += kind * blocks
     if groups > 0:
-        before, whole = sum_to(sums + kind * groups, block // _GROUP, groups)
-        at = block // _GROUP * _GROUP + tl.arange(0, _GROUP)
+        before, whole = sum_to(sums + kind * groups, block // GROUP, groups)
+        at = block // GROUP * GROUP + tl.arange(0, GROUP)
         before += tl.sum(tl.load(sizes + at, mask=at < block, other=0), 0)
     else:
         before, whole = sum_to(sizes, block, blocks)
@@ -205,22 +204,20 @@ def _clear(out, start, stop, block, blocks):
 
 
 @triton.jit
-def _write(indices, data, sizes, sums, flags, used, groups, before, room, count, blocks, WIDTH: tl.constexpr):
+def _write(indices, out, sizes, sums, flags, used, groups, room, count, blocks, WIDTH: tl.constexpr):
     """Write a block's codes, and zeros wherever no code is."""
     block = tl.program_id(0)
-    out = data + before
     first = block.to(tl.int64) * BLOCK
     size = tl.minimum(count - first, BLOCK)
-    start, all_quotients = _sums_to(sizes, sums, 0, block, blocks, groups)
-    remainders, all_remainders = _sums_to(sizes, sums, 1, block, blocks, groups)
-    escape, all_escapes = _sums_to(sizes, sums, 2, block, blocks, groups)
+    start, all_quotients = sums_to(sizes, sums, 0, block, blocks, groups)
+    remainders, all_remainders = sums_to(sizes, sums, 1, block, blocks, groups)
+    escape, all_escapes = sums_to(sizes, sums, 2, block, blocks, groups)
     middle = 2 * blocks + (all_quotients + 7) // 8
     stop = middle + (all_remainders + 7) // 8
     end = stop + WIDTH * all_escapes
     if block == 0:
         tl.store(used, end)
     _clear(out, end, room, block, blocks)
-    _clear(data, end * 0, end * 0 + before, block, blocks)
     header = header_at(out, block, True)
     gaps = _gaps(indices, first, count, BLOCK)
     sent, escaped, quotients = _sent(gaps, header)
@@ -237,8 +234,8 @@ def _write(indices, data, sizes, sums, flags, used, groups, before, room, count,
 
 
 @placed
-def rice_encode(indices: Tensor, n: int, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor]:
-    return _encode(indices, most_bytes(indices.numel(), n - indices.numel()) + after, width_of(n), before)
+def rice_encode(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    return _encode(indices, most_bytes(indices.numel(), n - indices.numel()), width_of(n))
 
 
 @placed
@@ -247,22 +244,27 @@ def encode_blocks(gaps: Tensor, width: int) -> Tensor:
     return data[: int(used)]
 
 
-def _encode(indices: Tensor, room: int, width: int, before: int = 0) -> tuple[Tensor, Tensor]:
-    """Positions as codes, from byte ``before`` on, and how many bytes those take. An escape takes ``width``."""
+def num_groups(blocks: int) -> int:
+    """How many groups of blocks are added up first; 0: none."""
+    return -(-blocks // GROUP.value) if blocks > _MANY else 0
+
+
+def _encode(indices: Tensor, room: int, width: int) -> tuple[Tensor, Tensor]:
+    """Positions as codes, in so much room, and how many bytes those take. An escape takes ``width``."""
     count, device = indices.numel(), indices.device
-    data = torch.empty(before + room, dtype=torch.uint8, device=device)
+    data = torch.empty(room, dtype=torch.uint8, device=device)
     if count == 0:
         return data.zero_(), torch.zeros((), dtype=torch.int64, device=device)
     blocks = num_blocks(count)
-    groups = -(-blocks // _GROUP.value) if blocks > _MANY else 0
+    groups = num_groups(blocks)
     sizes, sums = torch.empty(3 * (blocks + groups), dtype=torch.int32, device=device).split((3 * blocks, 3 * groups))
     flags = torch.empty(blocks * BITS.value, dtype=torch.uint8, device=device)
     used = torch.empty((), dtype=torch.int64, device=device)
     indices = indices.contiguous()
-    facts, codes = (before, room, count, width, *form(indices)), (count, blocks, width)
-    launch(_choose, blocks, facts, (indices, data, sizes), (before, *codes), num_warps=2)
+    facts, codes = (room, count, width, groups, *form(indices)), (count, blocks, width)
+    launch(_choose, blocks, facts, (indices, data, sizes), codes, num_warps=2)
     if groups:
-        launch(_sum_groups, 3 * groups, facts, (sizes, sums), (blocks, groups), num_warps=1)
+        launch(sum_groups, 3 * groups, facts, (sizes, sums), (blocks, groups), num_warps=1)
     fresh = (indices, data, sizes, sums, flags, used)
-    launch(_write, blocks, facts, fresh, (groups, before, room, *codes), num_warps=4)
+    launch(_write, blocks, facts, fresh, (groups, room, *codes), num_warps=4)
     return data, used

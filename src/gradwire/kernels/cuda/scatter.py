@@ -27,16 +27,13 @@ _CHUNK = 512  # entries of a rank that are read in turn
 
 
 @triton.jit
-def _cut(indices, cuts, bounds, first, n, tiles, blocks, steps, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Where the entries of each tile start in each rank's message. ``steps``: bits of the longest one's length.
-
-    Tiles begin at position ``first``, and the last one ends ``n`` later.
-    """
+def _cut(indices, cuts, bounds, n, tiles, blocks, steps, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Where the entries of each tile start in each rank's message. ``steps``: bits of the longest one's length."""
     rank = tl.program_id(0) // blocks
     tile = (tl.program_id(0) % blocks) * TILES + tl.arange(0, TILES)
     low = tl.zeros([TILES], tl.int64) + tl.load(bounds + rank)
     high = tl.zeros([TILES], tl.int64) + tl.load(bounds + rank + 1)
-    edge = first + tl.minimum(tile.to(tl.int64) * TILE, n)
+    edge = tl.minimum(tile.to(tl.int64) * TILE, n)
     for _ in range(steps):
         middle = (low + high) // 2
         some = low < high
@@ -119,7 +116,7 @@ def _add_in_turn(
 
 @triton.jit
 def _scatter(
-    values, indices, cuts, out, factor, first, n, ranks, tiles, world,
+    values, indices, cuts, out, factor, n, ranks, tiles, world,
     WHOLE: tl.constexpr, TIMES: tl.constexpr, HOW: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr,
     ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +130,6 @@ def _scatter(
     at = tl.arange(0, TILE)
     out = place_of(out, tile, base, HOW)
     factor += base
-    first += base
     room = tl.minimum(n - base, TILE).to(tl.int32)
     if room == TILE:
         tl.store(out + at, tl.zeros([TILE], tl.float32))
@@ -143,11 +139,11 @@ def _scatter(
     if (most <= ENTRIES) & (ranks <= RANKS):
         if most > 0:
             _add_held(
-                values, indices, out, factor, start, stop, rank, slot, first, room, ranks, world, WHOLE, TIMES
+                values, indices, out, factor, start, stop, rank, slot, base, room, ranks, world, WHOLE, TIMES
             )  # fmt: skip
     else:
         _add_in_turn(
-            values, indices, out, factor, cuts, tiles, first, room, ranks, world, WHOLE, TIMES, TILE, CHUNK
+            values, indices, out, factor, cuts, tiles, base, room, ranks, world, WHOLE, TIMES, TILE, CHUNK
         )  # fmt: skip
 
 
@@ -157,19 +153,17 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
     if n == 0 or len(bounds) < 2 or not _walkable(values, indices):
         return definition(fused.scatter_mean)(values, indices, bounds, n, world)
     out = torch.empty(n, device=values.device)
-    _write(out, values, indices, bounds, 0, world)
+    _write(out, values, indices, bounds, world)
     return out
 
 
 @placed
-def scatter_mean_(
-    out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int
-) -> None:
+def scatter_mean_(out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], world: int) -> None:
     """Likewise."""
-    if out.numel() == 0 or len(bounds) < 2 or not (_walkable(values, indices) and _walkable(out, indices)):
-        definition(fused.scatter_mean_)(out, values, indices, bounds, start, world)
+    if out.numel() == 0 or len(bounds) < 2 or not (_walkable(values, indices) and _takes(out)):
+        definition(fused.scatter_mean_)(out, values, indices, bounds, world)
     else:
-        _write(out, values, indices, bounds, start, world)
+        _write(out, values, indices, bounds, world)
 
 
 @placed
@@ -178,49 +172,54 @@ def scatter_product_(
 ) -> None:
     """Likewise, in one pass."""
     fits = len(bounds) > 1 and factor.numel() > 0 and _walkable(values, indices) and _walkable(factor, indices)
-    if isinstance(out, Tensor):
-        fits = fits and _walkable(out, indices)
-    if not fits:
+    if fits and _takes(out):
+        _write(out, values, indices, bounds, world, factor)
+    else:
         definition(momentum.scatter_product_)(out, values, indices, bounds, world, factor)
-    elif not _write(out, values, indices, bounds, 0, world, factor):
-        dense = torch.empty_like(factor)
-        _write(dense, values, indices, bounds, 0, world, factor)
-        out.copy_(dense)
 
 
 def _walkable(numbers: Tensor, indices: Tensor) -> bool:
     return numbers.dtype == torch.float32 and numbers.is_contiguous() and indices.is_contiguous()
 
 
+def _takes(out: Flat) -> bool:
+    """Whether a mean can be written there. Vectors in several places are float32."""
+    return not isinstance(out, Tensor) or (out.dtype == torch.float32 and out.is_contiguous())
+
+
 def _write(
-    out: Flat,
-    values: Tensor,
-    indices: Tensor,
-    bounds: tuple[int, ...],
-    start: int,
-    world: int,
-    factor: Tensor | None = None,
-) -> bool:
-    """Write the mean, times a factor, if that can be done where it lies."""
+    out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], world: int, factor: Tensor | None = None
+) -> None:
+    """Write the mean, times a factor, where it lies, if no tile lies in two places; else by way of a copy."""
     n, ranks = out.numel(), len(bounds) - 1
     most = max(b - a for a, b in pairwise(bounds))
     together = min(_RANKS, triton.next_power_of_2(ranks))
     entries = max(_ENTRIES, _HELD // together)
-    tile = _tile(n, most, entries)
-    place = by_tile(out, tile)
+    tile, place = _placed_tiles(out, _tile(n, most, entries))
     if place is None:
-        return False
+        dense = torch.empty(n, device=values.device)
+        _write(dense, values, indices, bounds, world, factor)
+        out.copy_(dense)
+        return
     tiles = -(-n // tile)
     blocks = -(-(tiles + 1) // _TILES)
     cuts = torch.empty(ranks, tiles + 1, dtype=torch.int64, device=values.device)
     fresh = (values, indices, cuts, place[0], values if factor is None else factor)
-    facts = (start, n, bounds, world, factor is None, place[1], *form(*fresh))  # a gradient may lie anywhere
-    rest = (_table(bounds, values.device), start, n, tiles, blocks, most.bit_length(), tile, _TILES)
+    facts = (n, tile, bounds, world, factor is None, place[1], *form(*fresh))  # a gradient may lie anywhere
+    rest = (_table(bounds, values.device), n, tiles, blocks, most.bit_length(), tile, _TILES)
     launch(_cut, ranks * blocks, facts, (indices, cuts), rest, num_warps=4)
     how = world == 1, factor is not None, place[1]
-    about = (start, n, ranks, tiles, float(world), *how, tile, together, entries, _CHUNK)
+    about = (n, ranks, tiles, float(world), *how, tile, together, entries, _CHUNK)
     launch(_scatter, tiles, facts, fresh, about, num_warps=8, maxnreg=32 if together <= 16 else 64)
-    return True
+
+
+def _placed_tiles(out: Flat, tile: int) -> tuple[int, tuple[Tensor, int] | None]:
+    """A tile of so many entries, or of fewer, and where tiles lie; None: any tile would lie in two places."""
+    place = by_tile(out, tile)
+    while place is None and tile > _CHUNK:
+        tile //= 2
+        place = by_tile(out, tile)
+    return tile, place
 
 
 def _tile(n: int, most: int, entries: int) -> int:

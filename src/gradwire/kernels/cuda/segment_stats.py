@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
-from gradwire.kernels.cuda.accumulate import READ, enter, report
+from gradwire.kernels.cuda.accumulate import PLAIN, READ, Entering, enter, report
 from gradwire.kernels.cuda.codes import store_codes
 from gradwire.kernels.cuda.tables import BLOCK, Grid
 
@@ -205,39 +205,20 @@ def survey(
     second: Tensor | None = None,
     bits: Tensor | None = None,
     clip: float = 0.0,
-    grad: Tensor | None = None,
-    nonfinite: Tensor | None = None,
-    decay: float = 1.0,
-    rule: tl.constexpr = READ,
-    before: Tensor | None = None,
+    entering: Entering | None = None,
 ) -> None:
-    """Write each segment's ``stat`` into ``scales``, and what else it gives into ``second``.
-
-    A gradient enters ``x``, whose old entries are those of ``before`` if that is given.
-    """
+    """Write each segment's ``stat`` into ``scales``, and what else it gives into ``second``; a gradient may enter x."""
     parts = room(where, x.device)
+    grad, nonfinite, decay, before = entering or Entering(x, parts)
     if where.tiles:
         _survey[(where.tiles,)](
-            x if grad is None else grad,
-            x if before is None else before,
-            None if before is None else x,
-            parts if nonfinite is None else nonfinite,
-            parts if bits is None else bits,
-            parts,
-            where.rows,
-            where.n,
-            decay,
-            where.tile_row,
-            where.row_segment,
-            where.starts,
-            stat.value,
-            bits is not None,
-            rule.value,
-            BLOCK,
-            num_warps=4 if grad is None and stat is MEAN else 8,
-            maxnreg=64 if grad is not None or stat is MEAN else 48,  # enough, and more programs fit side by side
+            grad, x if before is None else before, None if before is None else x, nonfinite,
+            parts if bits is None else bits, parts, where.rows, where.n, decay, where.tile_row, where.row_segment,
+            where.starts, stat.value, bits is not None, (PLAIN if entering else READ).value, BLOCK,
+            num_warps=4 if stat is MEAN and not entering else 8,
+            maxnreg=64 if stat is MEAN or entering else 48,  # enough, and more programs fit side by side
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
     conclude(parts, where, stat, scales, second, clip)
 
 
@@ -252,19 +233,10 @@ def conclude(
         if group:
             _gather[(where.rows // group,)](parts, where.rows, stat.value, group, enable_fp_fusion=False)
         _conclude[(where.starts.numel() - 1,)](
-            parts,
-            where.rows,
-            where.starts,
-            where.segment_row,
-            scales,
-            scales if second is None else second,
-            _float64(clip, scales.device),
-            stat.value,
-            group,
-            width,
-            num_warps=16 if group else max(1, width // 512),
-            enable_fp_fusion=False,
-        )
+            parts, where.rows, where.starts, where.segment_row, scales, scales if second is None else second,
+            _float64(clip, scales.device), stat.value, group, width,
+            num_warps=16 if group else max(1, width // 512), enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def room(where: Grid, device: torch.device) -> Tensor:

@@ -5,10 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.payload import from_bytes
 from gradwire.core.segments import known
 from gradwire.kernels import fused, quantize
-from gradwire.kernels.cuda.accumulate import PLAIN, fetch, memory_of, put, readable
+from gradwire.kernels.cuda.accumulate import Entering, fetch, memory_of, no_report, put, readable
 from gradwire.kernels.cuda.block_signs import are_blocks, encode_blocks
 from gradwire.kernels.cuda.codes import message
 from gradwire.kernels.cuda.decode import SIDE, SIGN, decode
@@ -49,7 +48,7 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
         return definition(quantize.sign_encode)(values, lengths, norm)
     where = grid(known(lengths), values.device)
     if are_blocks(where):
-        return encode_blocks(values, where, norm)[0]
+        return encode_blocks(values, where, norm)
     data, scales, bits = message(lengths.numel(), where.n, 1, values.device)
     survey(values, where, ROOT if norm else MEAN, scales, bits=bits)
     return data
@@ -57,9 +56,8 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
 
 @placed
 def sign_decode(data: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
-    head = 4 * lengths.numel()
-    scales = from_bytes(data[:head], torch.float32)
-    return decode(data[head:], scales, grid(known(lengths), data.device), SIGN, out=out)
+    scales, bits = quantize.scales_and_codes(data, lengths.numel())
+    return decode(bits, scales, grid(known(lengths), data.device), SIGN, out=out)
 
 
 @placed
@@ -74,9 +72,9 @@ def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
 
 @placed
 def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
-    head = 8 * lengths.numel()
-    upper, lower = from_bytes(data[:head], torch.float32).view(2, -1)
-    return decode(data[head:], upper, grid(known(lengths), data.device), SIDE, second=lower)
+    sides, bits = quantize.scales_and_codes(data, 2 * lengths.numel())
+    upper, lower = sides.view(2, -1)
+    return decode(bits, upper, grid(known(lengths), data.device), SIDE, second=lower)
 
 
 @placed
@@ -86,20 +84,16 @@ def feedback_sign_(
     where = grid(lengths, grad.device)
     if where.n == 0 or not readable(grad, residual):
         return definition(fused.feedback_sign_)(grad, residual, decay, lengths, norm, before)
-    before = memory_of(residual, before)
+    entering = Entering(grad, no_report(grad.device), decay, memory_of(residual, before))
     if are_blocks(where):
-        return encode_blocks(residual, where, norm, grad, decay=decay, before=before)
-    data, scales, bits = message(len(lengths), where.n, 1, grad.device)
-    nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
-    stat = ROOT if norm else MEAN
-    survey(residual, where, stat, scales, None, bits, 0.0, grad, nonfinite, decay, PLAIN, before)
-    deduct(residual, scales, where)
-    return data, nonfinite.view(torch.bool)
+        data = encode_blocks(residual, where, norm, entering)
+    else:
+        data, scales, bits = message(len(lengths), where.n, 1, grad.device)
+        survey(residual, where, ROOT if norm else MEAN, scales, bits=bits, entering=entering)
+        deduct(residual, scales, where)
+    return data, entering.nonfinite.view(torch.bool)
 
 
 def deduct(residual: Tensor, scales: Tensor, where: Grid) -> None:
     """Take off what its signs say, times the scales."""
-    _deduct[(where.tiles,)](
-        residual, scales, where.n, where.tile_row, where.tile_segment, where.row_segment, where.starts, BLOCK,
-        num_warps=8,
-    )  # fmt: skip
+    _deduct[(where.tiles,)](residual, scales, where.n, *where.tables, BLOCK, num_warps=8)

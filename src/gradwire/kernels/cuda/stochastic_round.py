@@ -171,29 +171,14 @@ def dither(
     levels: int = 1,
 ) -> None:
     """Write codes of ``bits`` bits into ``out``, an array of their `codes.word`."""
-    low, high = step_words(key)
     if where.n:
         _dither[(where.tiles,)](
-            values,
-            scales,
-            out,
-            where.n,
-            levels,
-            where.tile_row,
-            where.tile_segment,
-            where.row_segment,
-            where.starts,
-            seeds(key, names, values.device),
-            low,
-            high,
-            bits,
-            kind.value,
-            where.fours,
-            BLOCK,
+            values, scales, out, where.n, levels, *where.tables, seeds(key, names, values.device), *step_words(key),
+            bits, kind.value, where.fours, BLOCK,
             num_warps=4 if kind is NATURAL else 8,
             maxnreg=96 if kind is NATURAL else 64,  # enough, and more programs fit side by side
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
 
 
 def trits(
@@ -201,27 +186,13 @@ def trits(
     key: Key,
 ) -> None:  # fmt: skip
     """Write trits, kept with chance |x| / scale after clamping at the limits."""
-    low, high = step_words(key)
     where = grid(lengths, values.device)
     if where.n:
         owner = _owners(lengths, _WORDS.value * 20, values.device)
         _trits[(owner.numel(),)](
-            values,
-            scales,
-            limits,
-            out,
-            where.n,
-            owner,
-            where.starts,
-            seeds(key, names, values.device),
-            low,
-            high,
-            where.fours,
-            _WORDS.value,
-            num_warps=4,
-            maxnreg=64,
-            enable_fp_fusion=False,
-        )
+            values, scales, limits, out, where.n, owner, where.starts, seeds(key, names, values.device),
+            *step_words(key), where.fours, _WORDS.value, num_warps=4, maxnreg=64, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 @cached_on_device(64)

@@ -52,6 +52,11 @@ class Grid(NamedTuple):
     eights: bool
     widest: int
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a kernel reads that asks in which segments a tile lies."""
+        return self.tile_row, self.tile_segment, self.row_segment, self.starts
+
 
 @cached_on_device(1024)  # buckets of many layers, and each rank's slice of them
 def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:

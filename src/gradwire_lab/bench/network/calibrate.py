@@ -9,12 +9,9 @@ the link is no hindrance.
 
 import gc
 import math
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -22,17 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.torch_backend import connect
 from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.bench.network import devices
+from gradwire_lab.bench.network.methods import ddp_of
 from gradwire_lab.bench.network.rank_main import slowest, while_all_run
-from gradwire_lab.bench.network.workloads import CPU, Workload, load
+from gradwire_lab.bench.network.workloads import CPU, Workload
 from gradwire_lab.launch import launch
-from gradwire_lab.perf_model.calibration import Calibration, CodingCost, save
+from gradwire_lab.network.hosts import Hosts
+from gradwire_lab.perf_model.calibration import Calibration, CodingCost
 from gradwire_lab.perf_model.comm_schedule import SETTLED, schedule, sent, sent_by
 from gradwire_lab.perf_model.microbenchmark import WARMUP, time_coding
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
@@ -100,6 +98,12 @@ def calibrate(job: CalibrationJob, workers: int) -> Calibration:
     return replace(found, software=launch(_software, 2)[0])
 
 
+def calibrate_in(hosts: Hosts, job: CalibrationJob) -> Calibration:
+    """Measure with a worker in every host."""
+    found: Calibration = hosts.call(_rank, job, threads=1)[0]
+    return found
+
+
 def _software(rank: int, world: int) -> Software:
     return measure(_bare(), dist.barrier)
 
@@ -150,11 +154,7 @@ def _note(device: torch.device, world: int) -> str:
 
 def _compute(workload: Workload, job: CalibrationJob) -> Pass:
     """Time steps under DDP that does not communicate, and leave the last gradients where they are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it as well
-        ddp = DistributedDataParallel(
-            workload.model, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+    ddp = ddp_of(workload.model)
     ddp.register_comm_hook(None, debugging_hooks.noop_hook)
     counted = _counted(ddp, workload, job)
     arrival = _arrival(ddp, workload)
@@ -254,18 +254,3 @@ def _coding_cost(
     most = sent(schedule(plan, SETTLED), decoded)
     really = sum(sent_by(call, decoded) for call in whole.calls)
     return CodingCost(whole.encode, whole.decode, per_peer, min(1.0, really / most) if most else 1.0)
-
-
-def main(model: str, path: Path, specs: tuple[str, ...]) -> None:
-    """One rank of those that hosts or torchrun have started; the first writes the figures down."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found = _rank(rank, world, CalibrationJob(partial(load, model), specs, world))
-    if rank == 0:
-        save(found, path)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), tuple(sys.argv[3:]))

@@ -157,7 +157,7 @@ def build_method(name: str, workload: Workload, optimizer: Optimizer | None = No
     if name == AUTO:
         return _decided(workload)
     # All gradients in one bucket deliver as early as several do: our buckets are cut by the plan.
-    ddp = _ddp(model)
+    ddp = ddp_of(model)
     spec, options = parse(name)
     wire: Wire = compress(ddp, spec, optimizer=optimizer, **options)
     return BuiltMethod(ddp, lambda: None, lambda: wire.link.traffic)
@@ -180,7 +180,7 @@ def _local(name: str, model: nn.Module) -> BuiltMethod:
 
 def _decided(workload: Workload) -> BuiltMethod:
     """Step until the wire has decided how to go on; weights stay as they are."""
-    ddp = _ddp(workload.model)
+    ddp = ddp_of(workload.model)
     wire = compress(ddp, AUTO)
     assert isinstance(wire.tuner, AutoTuner)
     while not wire.decided:
@@ -190,20 +190,20 @@ def _decided(workload: Workload) -> BuiltMethod:
     return BuiltMethod(ddp, lambda: None, lambda: None, became)  # what DDP sends by itself is not counted
 
 
-def _ddp(model: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
-    # All ranks built the same model from the same seed: to send it around would take minutes at 10 mbit.
-    return DistributedDataParallel(
-        model,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_mb,
-        init_sync=False,
-        broadcast_buffers=False,
-    )
+def ddp_of(model: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
+    """DDP whose gradients are views of its buckets, and which sends nothing when it is built.
+
+    All ranks built the same model from the same seed: to send it around would take minutes at 10 mbit.
+    """
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False, "broadcast_buffers": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for an option
+        return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **options)
 
 
 def _torch(name: str, model: nn.Module) -> BuiltMethod:
     # Its PowerSGD hook mixes up collectives as soon as there are two buckets.
-    ddp = _ddp(model, 2**12 if name == POWERSGD else 25.0)
+    ddp = ddp_of(model, 2**12 if name == POWERSGD else 25.0)
     n = sum(p.numel() for p in model.parameters() if p.requires_grad)
     hook, state, nbytes = _hook(name, n)
     thin = os.environ.get(VARIABLE)

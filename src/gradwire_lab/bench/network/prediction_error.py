@@ -4,27 +4,24 @@ For every model and number of ranks, computing, compressing and collectives are 
 in hosts of their own, but on links that are no hindrance. The shaped links are only computed.
 """
 
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from gradwire.comm.rates import LinkSpec
 from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.bench.network import workloads
-from gradwire_lab.bench.network.calibrate import CalibrationJob, calibrate
+from gradwire_lab.bench.network.calibrate import CalibrationJob, calibrate, calibrate_in
 from gradwire_lab.bench.network.grid import Row
 from gradwire_lab.bench.network.methods import AUTO, NO_COMM
 from gradwire_lab.bench.network.runner import Print
 from gradwire_lab.network.hosts import Hosts
 from gradwire_lab.perf_model.accuracy_records import free_of_losses
 from gradwire_lab.perf_model.advice import advise
-from gradwire_lab.perf_model.calibration import Calibration, load
+from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import predict
 from gradwire_lab.perf_model.model import DENSE
@@ -93,10 +90,10 @@ class Way:
 
     @staticmethod
     def of(method: str) -> "Way | None":
-        """What a method is; None for one that cannot be predicted: torch's PowerSGD, gossip, ``auto``."""
+        """What a method is; None for one that cannot be predicted: torch's PowerSGD, gossip, local steps, ``auto``."""
         if method in DENSE:
             return Way(method)
-        if method == AUTO or method.startswith(("ddp-", "gossip:")):
+        if method == AUTO or method.startswith(("ddp-", "gossip:", "local:")):
             return None
         spec, *options = (part.strip() for part in method.split(";"))
         sizes = [option.partition("=")[2] for option in options if option.startswith(_SIZES)]
@@ -106,7 +103,7 @@ class Way:
 
 
 def compare(rows: Iterable[Row], report: Print = lambda line: None) -> Iterator[StepComparison | ChoiceComparison]:
-    """Predict every cell that was measured and can be predicted: not torch's PowerSGD, and no gossip."""
+    """Predict every cell that was measured and can be predicted: not torch's PowerSGD, no gossip, no local steps."""
     whole = sorted((row for row in rows if "step_ms" in row), key=_CALIBRATED)
     left = TimeLeft(len(set(map(_CALIBRATED, whole))))
     for (model, world, where), same in groupby(whole, key=_CALIBRATED):
@@ -123,15 +120,11 @@ def compare(rows: Iterable[Row], report: Print = lambda line: None) -> Iterator[
 
 def calibrated(model: str, specs: Sequence[str], world: int, where: str) -> Calibration:
     """Measure where the benchmark was measured."""
+    job = CalibrationJob(partial(workloads.load, model), tuple(specs), world)
     if where != "hosts":
-        return calibrate(CalibrationJob(partial(workloads.load, model), tuple(specs), world), world)
-    with tempfile.TemporaryDirectory() as folder, Hosts(world, LinkSpec()) as hosts:
-        path = Path(folder, "figures.json")
-        words = [sys.executable, "-m", "gradwire_lab.bench.network.calibrate", model, str(path), *specs]
-        ended = hosts.run(words, sink=lambda rank, line: None)
-        if ended.code:
-            raise ValueError(f"calibrating {model} with {world} ranks failed: {ended.why}")
-        return load(path)
+        return calibrate(job, world)
+    with Hosts(world, LinkSpec()) as hosts:
+        return calibrate_in(hosts, job)
 
 
 def _cluster(row: Row) -> Cluster:

@@ -1,12 +1,8 @@
-"""One rank of a measurement. Run as a program in every rank, it prints what it measured, a line at a time.
+"""One rank of a measurement: it sends what it measures to the process that started it, an event at a time."""
 
-python -m gradwire_lab.bench.network.rank_main '{"model": "lstm", "methods": [...], "budget": {...}}'
-"""
-
-import json
 import os
+import socket
 import statistics
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -14,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,19 +18,16 @@ import torch.distributed as dist
 
 from gradwire.comm import Traffic
 from gradwire.comm.alphabeta import framed
-from gradwire_lab.bench.network.grid import Budget
+from gradwire.comm.emulated import VARIABLE
+from gradwire.comm.rates import LinkSpec
+from gradwire_lab.bench.network.grid import Budget, Scenario
 from gradwire_lab.bench.network.methods import NO_COMM, BuiltMethod, build_method
 from gradwire_lab.bench.network.workloads import Workload, load
+from gradwire_lab.launch import send_message
 from gradwire_lab.network.hosts import DEVICE
 from gradwire_lab.network.shaping import sent_bytes
 
-MARK = "gradwire-bench "  # begins a line that reports an event
 GAVE_UP = 75
-
-
-def emit(**event: Any) -> None:
-    """Report an event to the process that started this rank."""
-    print(MARK + json.dumps(event), flush=True)
 
 
 @contextmanager
@@ -43,7 +35,7 @@ def time_limit(method: str, seconds: float) -> Iterator[None]:
     """End the process when a turn takes too long: a collective without an answer cannot be left otherwise."""
 
     def end() -> None:
-        emit(method=method, timeout=seconds)
+        send_message({"method": method, "timeout": seconds})
         os._exit(GAVE_UP)
 
     timer = threading.Timer(seconds, end)
@@ -55,33 +47,32 @@ def time_limit(method: str, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def main(job: dict[str, Any]) -> None:
-    """Meet the other ranks, and give every method its turns."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())
-    workload, budget = load(job["model"]), Budget(**job["budget"])
-    refused: set[str] = set()
+def run_rank(rank: int, world: int, scenario: Scenario, methods: Sequence[str], budget: Budget) -> None:
+    """Give every method its turns."""
+    link = LinkSpec.parse(scenario.link)
+    if scenario.where == "throttled":
+        os.environ[VARIABLE] = "" if link == LinkSpec() else str(link)
+    torch.manual_seed(rank)
+    workload, refused = load(scenario.model), set[str]()
     for number in range(budget.rounds):
-        for method in job["methods"]:
+        for method in methods:
             if method not in refused:
                 with time_limit(method, budget.timeout):
                     refused |= set() if _block(method, workload, budget, number) else {method}
-    dist.destroy_process_group()
 
 
 def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool:
     """One block of steps. Returns whether the method could be built."""
     dist.barrier()
     if dist.get_rank() == 0:
-        emit(method=method, round=number, begun=True)
+        send_message({"method": method, "round": number, "begun": True})
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.01)
     try:
         built = build_method(method, workload)
         step = partial(_timed_step, built, workload, optimizer)
         seconds = [step() for _ in range(2)]
     except (TypeError, ValueError, RuntimeError) as wrong:
-        emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
+        send_message({"method": method, "refused": f"{type(wrong).__name__}: {wrong}"})
         return False
     count, period = _agree_on_steps(seconds[-1], budget), built.period
     warmup = max(2, budget.warmup) if count > 2 else 2
@@ -91,15 +82,15 @@ def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool
     reported, nic = _accounts(built)
     times = [step() for _ in range(count)]
     reported_after, nic_after = _accounts(built)
-    emit(
-        method=method,
-        round=number,
-        seconds=times,
-        nic=None if nic is None or nic_after is None else (nic_after - nic) / count,
-        became=built.became,
-        period=period,
-        **_reported(reported, reported_after, count),
-    )
+    turn = {
+        "method": method,
+        "round": number,
+        "seconds": times,
+        "nic": None if nic is None or nic_after is None else (nic_after - nic) / count,
+        "became": built.became,
+        "period": period,
+    }
+    send_message(turn | _reported(reported, reported_after, count))
     for p in workload.model.parameters():
         p.grad = None  # a view of the storage of a DDP that is about to be deleted
     return True
@@ -135,7 +126,8 @@ def _accounts(built: BuiltMethod) -> tuple[Traffic | None, int | None]:
 
 def nic_sent() -> int | None:
     """Bytes of the frames that this host's interface has sent; None where there is no interface of its own."""
-    own = Path("/sys/class/net", DEVICE).exists() and os.environ.get("GLOO_SOCKET_IFNAME") == DEVICE
+    names = [name for _, name in socket.if_nameindex()]
+    own = DEVICE in names and os.environ.get("GLOO_SOCKET_IFNAME") == DEVICE
     return sent_bytes("", DEVICE) if own else None
 
 
@@ -186,7 +178,3 @@ def while_all_run(ranks: list[list[float]]) -> float:
     # Of the step under way at the end, its share.
     taken = (np.interp(end, (0.0, *accumulate(seconds)), range(len(seconds) + 1)) for seconds in ranks)
     return float(len(ranks) * end / sum(taken))
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,44 +1,37 @@
-"""Runner: starts the ranks of a scenario, reads what they print, and makes a row for each method."""
+"""Runner: starts the ranks of a scenario, collects what they measure, and makes a row for each method."""
 
-import json
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
-from gradwire.comm.emulated import VARIABLE
 from gradwire.comm.rates import LinkSpec
 from gradwire_lab.bench.network.grid import Budget, Row, Scenario, described
 from gradwire_lab.bench.network.methods import NO_COMM
-from gradwire_lab.bench.network.rank_main import MARK, summarize
+from gradwire_lab.bench.network.rank_main import run_rank, summarize
+from gradwire_lab.launch import RankError, launch
 from gradwire_lab.network.hosts import Hosts
-from gradwire_lab.network.launch import Ended, Sink, run_local
+from gradwire_lab.train.run_folder import cause
 
 Print = Callable[[str], object]
-_RANK = (sys.executable, "-m", "gradwire_lab.bench.network.rank_main")
+_SPARE_SECONDS = 60.0  # by which collectives are more patient than turns, whose end says which method takes too long
 
 
 class StartupError(RuntimeError):
-    """No rank came as far as the first turn; the message ends with what they printed."""
+    """No rank came as far as the first turn; the message ends with the cause."""
 
 
 class Log:
-    """What the ranks of one run have printed."""
+    """What the ranks of one run have measured."""
 
     def __init__(self, report: Print) -> None:
         self.turns: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         self.given_up: dict[str, str] = {}
         self.now = ""
-        self.others: list[str] = []
         self._report = report
 
-    def add(self, rank: int, line: str) -> None:
-        if not line.startswith(MARK):
-            self.others = [*self.others[-20:], line]
-            return
-        event = json.loads(line.removeprefix(MARK))
+    def add(self, rank: int, event: dict[str, Any]) -> None:
         method = event["method"]
         if "begun" in event:
             self.now = method
@@ -67,15 +60,14 @@ def measure(
     waiting = list(methods)
     while waiting:
         order = [NO_COMM, *(method for method in waiting if method != NO_COMM)]
-        job = {"model": scenario.model, "methods": order, "budget": asdict(budget)}
         log, before = Log(report), os.getloadavg()[0]
-        ended = _run(scenario, [*_RANK, json.dumps(job)], log.add)
+        try:
+            _run(scenario, order, budget, log)
+        except RankError as error:
+            if not (log.now or log.given_up):
+                raise StartupError(f"the ranks ended before the first turn: {cause(error)}") from None
+            log.given_up = log.given_up or {log.now: f"died: {cause(error)}"}
         load = {"load_before": before, "load_after": os.getloadavg()[0]}
-        if ended.code and not log.given_up:
-            last = f"{ended.why} {' '.join(log.others[-3:])}"[:500]
-            if not log.now:
-                raise StartupError(f"the ranks ended before the first turn: {last}")
-            log.given_up[log.now] = f"died: {last}"
         whole = budget.rounds * scenario.world
         silent = log.turns.get(NO_COMM)
         for method in list(waiting):
@@ -87,14 +79,16 @@ def measure(
             else:
                 continue
             waiting.remove(method)
-        if ended.code and NO_COMM in log.given_up:
+        if NO_COMM in log.given_up:
             return  # nothing can be compared with it
 
 
-def _run(scenario: Scenario, argv: Sequence[str], sink: Sink) -> Ended:
-    """Run a command in all ranks of a scenario."""
-    link = LinkSpec.parse(scenario.link)
+def _run(scenario: Scenario, methods: Sequence[str], budget: Budget, log: Log) -> None:
+    """Measure in all ranks of a scenario."""
+    patience = timedelta(seconds=budget.timeout + _SPARE_SECONDS)
+    options: dict[str, Any] = {"on_message": log.add, "threads": 1, "timeout": patience}
     if scenario.where == "hosts":
-        with Hosts(scenario.world, link) as hosts:
-            return hosts.run(argv, sink=sink)
-    return run_local(argv, scenario.world, sink, {VARIABLE: "" if link == LinkSpec() else str(link)})
+        with Hosts(scenario.world, LinkSpec.parse(scenario.link)) as hosts:
+            hosts.call(run_rank, scenario, methods, budget, **options)
+    else:
+        launch(run_rank, scenario.world, scenario, methods, budget, **options)

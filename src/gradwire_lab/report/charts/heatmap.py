@@ -24,7 +24,7 @@ _TIPS = {
 }
 
 
-def speedups(rows: Sequence[Row], links: Sequence[str], place: str) -> Figure:
+def speedups(rows: Sequence[Row], links: Sequence[str]) -> Figure:
     """One model with one batch: rows of a simulation that differ in workers and link only."""
     first = rows[0]
     name = f"{first['model']}, {first['batch']}"
@@ -33,7 +33,7 @@ def speedups(rows: Sequence[Row], links: Sequence[str], place: str) -> Figure:
         f"{first['parameters'] / 1e6:,.0f} M parameters, {1e3 * first['compute_seconds']:.3g} ms of computing a step. "
         f"Numbers: times faster than bfloat16 DDP. In {lost} of {len(rows)} cells no compression beats dense DDP."
     )
-    return Figure(slug(f"{place}-{name}"), name, caption, _chart(rows, links))
+    return Figure(slug(name), name, caption, _chart(rows, links))
 
 
 def _chart(rows: Sequence[Row], links: Sequence[str]) -> Chart:

@@ -97,7 +97,7 @@ def resized(images: Tensor, side: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardedLoader:
-    """Training batches of one rank, or of several virtual ranks.
+    """Training batches of one rank, or of several simulated ranks.
 
     A batch holds ``len(ranks) * batch`` images, those of the first rank first. What a rank gets depends on (seed,
     epoch, rank, world) only, not on the process or the device; how an image is augmented, on (seed, epoch, image).

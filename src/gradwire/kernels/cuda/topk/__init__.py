@@ -16,6 +16,6 @@ number of candidates, so that the time hardly depends on the values. Nothing wai
 beforehand, so all of it can be captured in a graph. `workspace` holds the tables and the memory; `selection` launches.
 """
 
-from gradwire.kernels.cuda.topk.selection import accumulate_topk_, carry_topk_, momentum_topk_, send_topk_, topk
+from gradwire.kernels.cuda.topk.selection import carry_topk_, momentum_topk_, topk
 
-__all__ = ["accumulate_topk_", "carry_topk_", "momentum_topk_", "send_topk_", "topk"]
+__all__ = ["carry_topk_", "momentum_topk_", "topk"]

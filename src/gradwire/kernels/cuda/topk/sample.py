@@ -2,9 +2,9 @@
 
 Nothing is remembered from step to step, so that what a gradient was before does not matter: it may be the same again,
 or a thousand times as large. Programs count a sample's magnitudes in coarse bins; the last program of a segment sets
-its range. Where few are selected, `refine` counts the coarse bin at the lower end of the range once more, in fine bins:
-error feedback leaves very many entries just below the last winner, and hardly any above it. Where many are selected,
-keys are taken to be spread evenly inside a bin. A wrong range costs time, and never changes the result.
+its range. Then `refine` counts the coarse bins in which the range begins and ends once more, in fine bins: error
+feedback leaves very many entries just below the last winner, and hardly any above it. A wrong range costs time, and
+never changes the result.
 """
 
 import triton
@@ -14,6 +14,7 @@ from gradwire.kernels.cuda.momentum import averaged
 from gradwire.kernels.cuda.places import origin_of
 from gradwire.kernels.cuda.topk.mark import NEVER, key_of
 from gradwire.kernels.cuda.topk.workspace import (
+    ABOVE,
     ARRIVED,
     BINS,
     BITS,
@@ -21,6 +22,7 @@ from gradwire.kernels.cuda.topk.workspace import (
     CHUNKS,
     COLUMNS,
     COUNT,
+    CUT,
     DENSE,
     HIGH,
     KEY,
@@ -31,14 +33,12 @@ from gradwire.kernels.cuda.topk.workspace import (
     ROWS,
     SAMPLED,
     SMALL,
-    SPARSE,
     START,
 )
 
 _SHIFT = tl.constexpr(20)  # bits of a key below its coarse bin: 8 bins for a factor of two
-_WIDTH = tl.constexpr(1 << _SHIFT.value)  # keys of a bin
 _LOWEST = tl.constexpr(27 << 3)  # bin 0 is for all below 2^-100
-_FINE = tl.constexpr(_SHIFT.value - 10)  # bits of a key below its fine bin: as many fine bins as there are bins
+_FINE = tl.constexpr(_SHIFT.value - 10)  # bits of a key below its fine bin, where one coarse bin is cut into all
 _RUN = tl.constexpr(64)  # neighbors that are sampled together
 _SPARSE_BITS = tl.constexpr(17)  # of a candidate's key below its bin: 64 bins for a factor of two
 _ALL_BITS = tl.constexpr(24)  # bins for all there is
@@ -56,47 +56,52 @@ def is_last(line, programs):
 
 
 @triton.jit
-def _key_at(counts, reached, rank):
-    """The key that about ``rank`` of the sample reach; 1 below all bins."""
-    bin = tl.sum((reached >= rank).to(tl.int32), 0) - 1
-    here = tl.arange(0, BINS) == bin
-    inside = tl.sum(tl.where(here, counts, 0), 0).to(tl.float32)
-    above = tl.sum(tl.where(here, reached, 0), 0).to(tl.float32) - inside
-    part = tl.minimum((rank - above) / tl.maximum(inside, 1.0), 1.0)
-    part = tl.where(bin == BINS - 1, 1.0, part)  # the highest bin has no upper end
-    key = ((bin + 1 + _LOWEST) << _SHIFT) - (part * _WIDTH).to(tl.int32)
-    return tl.where(bin > 0, key, 1)
+def _reached(bins):
+    """How many of the sample a bin has, and how many it has with all above it; the bins are cleared."""
+    place = tl.arange(0, BINS)
+    counts = tl.load(bins + place, volatile=True)
+    tl.debug_barrier()
+    tl.store(bins + place, tl.zeros([BINS], tl.int32))
+    return counts, tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+
+
+@triton.jit
+def _bin_of(reached, rank):
+    """The bin in which so many are reached; -1: there are fewer."""
+    return tl.sum((reached >= rank).to(tl.int32), 0) - 1
+
+
+@triton.jit
+def _bits_of(low, high):
+    """Bits of a key below its bin, of 128 bins or fewer for all keys between."""
+    return tl.maximum(((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126 - 7, 0)
 
 
 @triton.jit
 def _set_range(entry, line, bins):
-    counts = tl.load(bins + tl.arange(0, BINS))
-    taken = tl.sum(counts, 0)
-    reached = taken - tl.cumsum(counts, 0) + counts
-    taken = taken.to(tl.float32)
+    """Set a range that ends with coarse bins; and, for `refine`, where these begin and which ranks are wanted."""
+    counts, reached = _reached(bins)
+    taken = tl.max(reached, 0).to(tl.float32)
     share = tl.load(entry + COUNT).to(tl.float32) / tl.load(entry + LENGTH).to(tl.float32)
     due = share * taken
-    if tl.load(entry + KIND) == DENSE:
-        doubt = 4 * tl.sqrt(due * (1 - share)) + taken / 256 + 4  # four standard deviations, and uneven bins
-        low = _key_at(counts, reached, due + doubt)
-        high = tl.maximum(_key_at(counts, reached, due - doubt), low + 1)
-        bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126 - 7  # 128 bins or fewer
-    else:
-        # Half as many again, four standard deviations, and a few more where hardly any are due.
-        rank = 1.5 * due + 4 * tl.sqrt(due) + 4
-        bin = tl.sum((reached >= rank).to(tl.int32), 0) - 1
-        inside = tl.arange(0, BINS) == bin
-        above = tl.sum(tl.where(inside, reached - counts, 0), 0).to(tl.float32)
-        low = tl.where(bin > 0, (bin + _LOWEST) << _SHIFT, 1)
-        high = low * 0 + NEVER
-        bits = tl.where(low > 1, low * 0 + _SPARSE_BITS, _ALL_BITS)
-        tl.store(line + KEY, low.to(tl.int64))  # for `refine`: where the bin begins, and how many of it are wanted
-        tl.store(line + LAST, (rank - above).to(tl.int64))
+    dense = tl.load(entry + KIND) == DENSE
+    # Four standard deviations; half as many again and a few more, or, of many, some for neighbors that are alike.
+    more = tl.where(dense, 4 * tl.sqrt(due * (1 - share)) + taken / 256 + 4, 0.5 * due + 4 * tl.sqrt(due) + 4)
+    bin = _bin_of(reached, due + more)
+    top = tl.where(dense, _bin_of(reached, tl.maximum(due - more, 1)), bin)
+    ended = dense & (top < BINS - 1)  # the highest bin has no upper end
+    low = tl.where(bin > 0, (bin + _LOWEST) << _SHIFT, 1)
+    high = tl.where(ended, (top + 1 + _LOWEST) << _SHIFT, NEVER)
+    sparse_bits = tl.where(bin > 0, low * 0 + _SPARSE_BITS, _ALL_BITS)
+    above = tl.sum(tl.where(tl.arange(0, BINS) == top, reached - counts, 0), 0).to(tl.float32)
+    octaves = (2 * (top - bin) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23  # of a power of two bins or more
     tl.store(line + LOW, low.to(tl.int64))
     tl.store(line + HIGH, high.to(tl.int64))
-    tl.store(line + BITS, tl.maximum(bits, 0).to(tl.int64))
-    tl.debug_barrier()
-    tl.store(bins + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+    tl.store(line + BITS, tl.where(dense, _bits_of(low, high), sparse_bits).to(tl.int64))
+    tl.store(line + KEY, tl.where((bin > 0) & (ended | ~dense), low, 0).to(tl.int64))
+    tl.store(line + CUT, (octaves - 127 + _FINE).to(tl.int64))
+    tl.store(line + LAST, (due + more - above).to(tl.int64))
+    tl.store(line + ABOVE, tl.maximum(due - more - above, 1).to(tl.int64))
 
 
 @triton.jit
@@ -153,22 +158,26 @@ def refine(
     grad, residual, momentum, denominator, sampled, table, chunk_segment, state, coarse, m, rest, decay,
     RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the bin at the lower end of the range in fine bins, where few are selected."""
+    """Count the coarse bins at the ends of the range in fine bins, and set the range once more."""
     chunk = tl.load(sampled + tl.program_id(0))
     segment = tl.load(chunk_segment + chunk)
     entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, coarse + segment * BINS
     mine, chunks = chunk - tl.load(entry + CHUNK), tl.load(entry + CHUNKS)
-    begin = tl.load(line + KEY).to(tl.int32)
-    if (tl.load(entry + KIND) == SPARSE) & (tl.load(line + BITS) == _SPARSE_BITS):
+    begin, bits, kind = tl.load(line + KEY).to(tl.int32), tl.load(line + CUT).to(tl.int32), tl.load(entry + KIND)
+    end = tl.load(line + HIGH).to(tl.int32)  # what lies above was counted in coarse bins
+    if (kind != SMALL) & (begin > 0):
         key = _sampled(
             grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, BLOCK
         )  # fmt: skip
-        fine = tl.minimum(tl.maximum((key - begin) >> _FINE, 0), BINS - 1)
-        _count(bins, fine, (key >= begin) & (key - begin < _WIDTH))
+        fine = (key - begin) >> bits
+        _count(bins, tl.minimum(tl.maximum(fine, 0), BINS - 1), (key >= begin) & (key < end) & (fine < BINS))
         if is_last(line, _sampled_of(chunks)):
-            counts = tl.load(bins + tl.arange(0, BINS), volatile=True)
-            reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-            lowest = tl.sum((reached >= tl.load(line + LAST)).to(tl.int32), 0) - 1
-            tl.store(line + LOW, (begin + (tl.maximum(lowest, 0) << _FINE)).to(tl.int64))
-            tl.debug_barrier()
-            tl.store(bins + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+            _, reached = _reached(bins)
+            lowest = tl.maximum(_bin_of(reached, tl.load(line + LAST)), 0)
+            low = begin + (lowest << bits)
+            tl.store(line + LOW, low.to(tl.int64))
+            if kind == DENSE:
+                highest = tl.maximum(_bin_of(reached, tl.load(line + ABOVE)), lowest)
+                high = begin + ((highest + 1) << bits)
+                tl.store(line + HIGH, high.to(tl.int64))
+                tl.store(line + BITS, _bits_of(low, high).to(tl.int64))

@@ -41,36 +41,28 @@ def topk(x: Tensor, lengths: Numbers, counts: Numbers) -> Tensor:
     chosen = plan(lengths, counts, x.device)
     if chosen.total == 0 or not readable(x):
         return definition(fused.topk)(x, lengths, counts)
-    return _Selection((x, None), chosen).run(_read(None, (x, None), Accumulation()), values=False).indices
-
-
-@placed
-def accumulate_topk_(
-    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, lengths: Numbers, counts: Numbers
-) -> Selected:
-    both = residual, momentum
-    return carry_topk_(grad, both, both, rule, lengths, counts)
+    reads = Read((x, x, x, x), int(READ.value))
+    return _Selection((x, None), chosen).run(reads, values=False).indices
 
 
 @placed
 def carry_topk_(
-    grad: Tensor, before: Memories, after: Memories, rule: Accumulation, lengths: Numbers, counts: Numbers
+    grad: Flat,
+    before: Memories,
+    after: Memories,
+    rule: Accumulation,
+    lengths: Numbers,
+    counts: Numbers,
+    subtract: int = 0,
 ) -> Selected:
-    chosen = plan(lengths, counts, grad.device)
-    if chosen.total == 0 or not readable(grad, *before, *after):
-        return definition(fused.carry_topk_)(grad, before, after, rule, lengths, counts)
-    return _Selection(after, chosen).run(_read(grad, before, rule))
-
-
-@placed
-def send_topk_(
-    grad: Tensor, before: Memories, after: Memories, mask: bool, rule: Accumulation, lengths: Numbers, counts: Numbers
-) -> Selected:
-    chosen = plan(lengths, counts, grad.device)
-    if chosen.total == 0 or not readable(grad, *before, *after):
-        return definition(fused.send_topk_)(grad, before, after, mask, rule, lengths, counts)
-    subtract = 2 if mask and after[1] is not None else 1
-    return _Selection(after, chosen).run(_read(grad, before, rule), subtract=subtract)
+    chosen, place = plan(lengths, counts, after[0].device), by_tile(grad, BLOCK) or end_to_end(grad)
+    if chosen.total == 0 or not readable(vector_of(place), *before, *after):
+        return definition(fused.carry_topk_)(grad, before, after, rule, lengths, counts, subtract)
+    subtract = subtract if after[1] is not None else min(subtract, 1)  # there is nothing to mask
+    residual, last = before
+    spare = residual if last is None else last
+    read = Read((place[0], residual, spare, spare), rule_of(last, rule), (rule.momentum, 0.0, rule.decay), place[1])
+    return _Selection(after, chosen).run(read, subtract=subtract)
 
 
 @placed
@@ -109,13 +101,6 @@ class Read(NamedTuple):
     rule: int
     numbers: tuple[float, float, float] = (0.0, 0.0, 1.0)
     how: int = int(TOGETHER.value)
-
-
-def _read(grad: Tensor | None, before: Memories, rule: Accumulation) -> Read:
-    residual, last = before
-    spare = residual if last is None else last
-    kind = int(READ.value) if grad is None else rule_of(last, rule)
-    return Read((residual if grad is None else grad, residual, spare, spare), kind, (rule.momentum, 0.0, rule.decay))
 
 
 class _Selection:

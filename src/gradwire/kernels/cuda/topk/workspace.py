@@ -7,6 +7,7 @@ Counters are zero before a selection and are left so by its last kernels: cleari
 import itertools
 import threading
 from collections import defaultdict
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import pin
 from gradwire.kernels.cuda.tables import BLOCK, Grid, grid
+from gradwire.kernels.groups import before
 
 COLUMNS = tl.constexpr(16)
 
@@ -68,12 +70,10 @@ SLAB = tl.constexpr(512)  # entries of a program of `mark`
 PARTS = tl.constexpr(BLOCK // SLAB.value)  # slabs of a tile
 ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the first pass
 SAMPLED = tl.constexpr(64)  # chunks of a segment, at least, that are sampled if there are so many
+SAMPLE = 2048  # entries of each of these
 
 _serial = itertools.count()
-_recent: dict[
-    tuple[int, int, torch.device], tuple[Any, Any, "SelectionPlan"]
-] = {}  # hashing hundreds of numbers is slow
-_made: dict[tuple[Any, ...], "SelectionPlan"] = {}  # by lengths, counts and device, the oldest first
+_recent: dict[Any, tuple[Any, Any, "SelectionPlan"]] = {}  # by identity: hashing hundreds of numbers is slow
 _PLANS = 256  # that are kept
 _SMALL = 2048  # entries of a small segment
 _MANY = 16  # of so many entries one or more: the segment is dense
@@ -125,16 +125,13 @@ def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device
     if entry is None or entry[0] is not lengths or entry[1] is not counts:
         if len(_recent) >= _PLANS:
             _recent.clear()
-        entry = _recent[key] = (lengths, counts, _cached(lengths, counts, device))
+        entry = _recent[key] = (lengths, counts, _made(lengths, counts, device))
     return pin(entry[2])
 
 
-def _cached(*what: Any) -> SelectionPlan:
-    if what not in _made:
-        if len(_made) >= _PLANS:
-            _made.pop(next(iter(tuple(_made))), None)
-        _made[what] = _plan(*what)
-    return _made[what]
+@lru_cache(maxsize=_PLANS)
+def _made(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> SelectionPlan:
+    return _plan(lengths, counts, device)
 
 
 def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> SelectionPlan:
@@ -143,35 +140,24 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
     count = torch.minimum(torch.tensor(counts, dtype=torch.int64), size)
     dense = (_MANY * count > size) & (size > _SMALL)
     kind = torch.where(size <= _SMALL, SMALL.value, torch.where(dense, DENSE.value, SPARSE.value))
-    # A sample of 2048 entries for each chunk, of up to 64 chunks, says where the last winner lies; see `sample`.
     room = torch.where(dense, size // 32 + (32 * size.sqrt()).long(), 6 * count) + 1024
     room = torch.where(size <= _SMALL, size, torch.minimum(size, room)) * (count > 0)
     row = tiles.segment_row.cpu()
     chunks = torch.where(count > 0, (row.diff() + ROWS.value - 1) // ROWS.value, 0)
-    columns = [
-        _before(size),
-        size,
-        count,
-        room,
-        _before(room),
-        _before(count),
-        row[:-1],
-        row[1:],
-        _before(chunks),
-        chunks,
-        kind,
-    ]
+    budgets = before(size), size, count, room, before(room), before(count)
+    columns = (*budgets, row[:-1], row[1:], before(chunks), chunks, kind)
     table = torch.zeros(len(lengths), COLUMNS.value, dtype=torch.int64)
     table[:, : len(columns)] = torch.stack(columns, 1)
+    taken = torch.minimum(chunks, torch.tensor(SAMPLED.value)) * SAMPLE
     segment = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(chunks)
-    mine = torch.arange(segment.numel(), dtype=torch.int32) - _before(chunks)[segment]
+    mine = torch.arange(segment.numel(), dtype=torch.int32) - before(chunks)[segment]
     return SelectionPlan(
         next(_serial),
         tiles,
         int(count.sum()),
         segment.numel(),
         int(room.sum()),
-        _slots(count[kind == SPARSE.value], size[kind == SPARSE.value]),
+        _slots(count, size, dense, taken, kind == SMALL.value),
         bool(dense.any()),
         torch.int32 if max(lengths, default=0) < 2**31 else torch.int64,
         table.to(device),
@@ -181,9 +167,12 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
     )
 
 
-def _slots(count: Tensor, size: Tensor) -> int:
-    """Twice as many slots as a slab of sparse segments has candidates, and a few more: most slabs need no others."""
-    mean = SLAB.value * 1.5 * int(count.sum()) / max(int(size.sum()), 1)
+def _slots(count: Tensor, size: Tensor, dense: Tensor, taken: Tensor, small: Tensor) -> int:
+    """Twice as many slots as a slab has candidates, and a few more: most slabs need no others. See `sample`."""
+    share = count / size.clamp(min=1)
+    doubt = 4 * (share * (1 - share) / taken.clamp(min=1)).sqrt() + 1 / 256
+    expected = torch.where(dense, 2 * doubt, 1.5 * share) * size * ~small
+    mean = SLAB.value * float(expected.sum()) / max(int(size[~small].sum()), 1)
     return int(min(max(triton.next_power_of_2(int(2 * mean + 6)), 8), 128))
 
 
@@ -245,10 +234,6 @@ def _scratch(plan: SelectionPlan) -> Scratch:
         empty(plan.chunks, torch.int64),
         zeros(2, dtype=torch.uint8),
     )
-
-
-def _before(x: Tensor) -> Tensor:
-    return x.cumsum(0) - x
 
 
 assert BLOCK % SLAB.value == 0
