@@ -16,6 +16,7 @@ import fixtures
 import gradwire
 import local_fixtures
 from gradwire.comm.elastic_rounds import Ballot, leader_of, members_of
+from gradwire.comm.peer_edges import FrameKind
 
 SPARSE = "sparseloco(H=2, k=4, chunk=32)"
 TIMEOUT = 60.0  # generous, since other work may hold the cores
@@ -313,6 +314,29 @@ def test_a_worker_that_joins_twice_is_there_once(tmp_path: Path) -> None:
     train([workers[0], again], 5)
     assert again.outer.group.rounds.members == (0, 1) and again.outer.group.missed == 0
     close([workers[0], again])
+
+
+@pytest.mark.parametrize("slow", ["offer", "answer"])
+def test_workers_that_are_connected_again_go_on_together(slow: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """They knew each other's round, went on before they had agreed on it, and each trained alone."""
+    workers = first, second = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")
+    train(workers, 2)
+    offering, answering = (one.outer.group.mesh._agreement for one in workers)
+    offer, handle = offering._offer, answering.handle
+    if slow == "offer":
+        monkeypatch.setattr(offering, "_offer", lambda edge: time.sleep(0.3) or offer(edge))
+    else:
+        late = {FrameKind.OFFER: 0.3}
+        monkeypatch.setattr(answering, "handle", lambda *frame: time.sleep(late.get(frame[1], 0)) or handle(*frame))
+    edges = first.outer.group.mesh.edges
+    edge = edges.by_peer[1]
+    second.outer.group.mesh.drop(0, "is out of reach")
+    with edges.changed:
+        assert edges.changed.wait_for(lambda: not edge.alive, TIMEOUT)
+    train(workers, 5)
+    assert [one.outer.group.rounds.members for one in workers] == [(0, 1)] * 2
+    assert [(one.outer.group.missed, one.outer.group.resyncs) for one in workers] == [(0, 0), (0, 1)]  # as it began
+    close(workers)
 
 
 def test_a_leader_that_dies_before_its_decision_costs_the_others_nothing(tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ class Edge:
     answer: int | None = None
     wanted: int | None = None
 
+    @property
+    def reached(self) -> int:
+        """The latest step of the peer that is known; 0 where none is."""
+        return max(self.peer_step or 0, self.answer or 0)
+
 
 class EdgeTable:
     """Edges by peer. `changed` guards them, and is notified of every change.
@@ -107,15 +112,26 @@ class EdgeTable:
                 del self.by_peer[edge.peer]
             self.changed.notify_all()
 
+    def taking_part(self, step: int) -> list[Edge]:
+        return [edge for edge in self.live() if edge.start is not None and edge.start <= step]
+
     def is_cut_off(self, step: int) -> bool:
         """Whether no edge takes part in a step."""
-        return not any(edge.start is not None and edge.start <= step for edge in self.live())
+        return not self.taking_part(step)
+
+    def is_left_behind(self, step: int) -> bool:
+        """Whether some peer is further, and no edge takes part in a step."""
+        return self.is_cut_off(step) and self.furthest(step) is not None
 
     def furthest(self, step: int) -> int | None:
         """The peer that is furthest beyond a step, if there is one."""
-        reached = [(max(e.peer_step or 0, e.answer or 0), e.peer) for e in self.live()]
-        further = [pair for pair in reached if pair[0] > step]
+        further = [(edge.reached, edge.peer) for edge in self.live() if edge.reached > step]
         return max(further)[1] if further else None
+
+    def undecided(self, step: int, peers: Set[int]) -> list[Edge]:
+        """The edges to some peers that may still be agreed on for a step, which neither end has passed."""
+        waiting = [edge for edge in self.live() if edge.start is None and edge.peer in peers]
+        return [edge for edge in waiting if edge.reached == step]
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait for a condition, at most `timeout`.
@@ -198,7 +214,7 @@ class EdgeTable:
                 edge.asked = True
                 self.send(edge, FrameKind.ASK)
         with self.changed:
-            return self.is_cut_off(step) and self.furthest(step) is not None
+            return self.is_left_behind(step)
 
     def _await_answers(self, step: int, awaited: Set[int], deadline: float, until_further: bool) -> list[Edge]:
         """Wait for answers until enough is known. Returns the edges that are there but not asked yet."""

@@ -211,20 +211,19 @@ class PeerMesh:
             self.edges.wait_until(lambda: not any(is_pending(edge, step) for edge in self.edges.live()))
             for edge in [edge for edge in self.edges.live() if is_pending(edge, step)]:
                 self.edges.drop(edge)
-            joined = [edge for edge in self.edges.live() if edge.start is not None and edge.start <= step]
-            return {e.peer: e.start == step and not e.resumed for e in sorted(joined, key=lambda edge: edge.peer)}
+            joined = sorted(self.edges.taking_part(step), key=lambda edge: edge.peer)
+            return {edge.peer: edge.start == step and not edge.resumed for edge in joined}
 
     def partners(self, step: int) -> list[int]:
         """The peers that took part in the step before: one that has come back meanwhile has not made that."""
         with self.edges.changed:
-            return [edge.peer for edge in self.edges.live() if edge.start is not None and edge.start < step]
+            return [edge.peer for edge in self.edges.taking_part(step - 1)]
 
     def exchange(self, step: int, index: int, out: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send each peer its message and wait for theirs. A peer that is lost is absent from the result."""
         last = step - 1 if index >= UNCOUNTED else step  # in which both ends took part
         with self.edges.changed:  # a peer that has connected again since is awaited in a later step, if at all
-            taking = [e for e in self.edges.live() if e.start is not None and e.start <= last]
-            edges = {edge.peer: edge for edge in taking if edge.peer in out}
+            edges = {edge.peer: edge for edge in self.edges.taking_part(last) if edge.peer in out}
         if index >= UNCOUNTED:
             self._deadline = time.monotonic() + 2 * self.timeout
         # By other threads: a stalled peer must not keep this one from sending WAIT to the others.
@@ -265,15 +264,14 @@ class PeerMesh:
     def drop(self, peer: int, why: str) -> None:
         """Drop a neighbor. It may connect again, and the edge then begins with whole parameters."""
         with self.edges.changed:
-            edge = self.edges.by_peer.get(peer)
-            if edge is not None:
+            if (edge := self.edges.by_peer.get(peer)) is not None:
                 _log.warning("rank %d drops neighbor %d, which %s", self.rank, peer, why)
                 self.edges.drop(edge)
 
     def is_left_behind(self, step: int, slack: int) -> bool:
         """Whether some peer is more than ``slack`` steps ahead, and no edge begins sooner."""
         with self.edges.changed:
-            return self.edges.is_cut_off(step + slack) and self.edges.furthest(step + slack) is not None
+            return self.edges.is_left_behind(step + slack)
 
     def is_cut_off(self, step: int) -> bool:
         """Whether no edge takes part in a step."""
@@ -283,15 +281,20 @@ class PeerMesh:
     def ask(self, step: int, awaited: Iterable[int]) -> bool:
         """Ask all peers for their next steps, at most `timeout`. Returns whether this rank is left behind.
 
+        An awaited peer at the same step agrees on it in a moment, or has passed it; else both would go on alone.
+
         Args:
             step: Of this rank.
             awaited: Peers that are waited for, there or not, unless another one is further or takes part in the step.
         """
-        return self.edges.ask_steps(step, {*awaited} - {self.rank})
+        peers = {*awaited} - {self.rank}
+        if not self.edges.ask_steps(step, peers) and self._agreement.joined:
+            with self._agreement.active(self.edges.snapshot()), self.edges.changed:
+                self.edges.wait_until(lambda: not self.edges.undecided(step, peers))
+        return self.is_left_behind(step, slack=0)
 
     # -- with the edges' lock held -------------------------------------------------------------------------------------
 
     def _all_agreed(self, awaited: Iterable[int]) -> bool:
         live = {edge.peer: edge.start is not None for edge in self.edges.live()}
-        anyone = bool(live) or not self._neighbors
-        return anyone and all(live.values()) and all(peer in live for peer in awaited)
+        return (bool(live) or not self._neighbors) and all(live.values()) and {*awaited} <= live.keys()
