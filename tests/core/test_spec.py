@@ -1,6 +1,8 @@
 """The spec grammar: what is read, what is refused, and what the error names."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -311,3 +313,27 @@ def test_a_ramp_keeps_the_rest_of_the_chain() -> None:
     table = method("ramp(topk(0.01) | sign | int32, 3)").table
     assert all(isinstance(chain, Codec) and str(chain).endswith("| sign | int32") for _, chain in table)
     assert [step for step, _ in table] == [0, 1, 2, 3]
+
+
+class Cycle:
+    """Garbage whose collection, amid whatever runs, lets another thread run."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(1e-3)
+
+
+def test_threads_parse_at_the_same_time() -> None:
+    """Python raised "SystemError: AST constructor recursion depth mismatch"."""
+    text = "{" + ", ".join(f"{step}: topk(0.{step + 1})" for step in range(200)) + "}"
+
+    def parse_often() -> None:
+        for _ in range(60):
+            Cycle()
+            parse(text)
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(parse_often) for _ in range(8)]:
+            done.result()

@@ -54,7 +54,7 @@ class Worker:
 
     def train_with_all(self) -> None:
         """Until a round in which all count, which is the same one for all of them."""
-        group, deadline = self.outer.group, time.monotonic() + 20.0
+        group, deadline = self.outer.group, time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
             resyncs = group.resyncs
             self.train(self.outer.steps + 1)
@@ -306,11 +306,14 @@ def test_a_worker_that_joins_twice_is_there_once(tmp_path: Path) -> None:
     workers = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")
     train(workers, 2)
     again = Worker(1, 2, tmp_path, spec="local_sgd(H=1)")
+    edges = workers[0].outer.group.mesh.edges
+    edge = edges.by_peer[1]
     deadline = time.monotonic() + TIMEOUT
     while workers[1].outer.group.mesh._connector.successor is None and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(RuntimeError, match="another process has joined as rank 1"):
         workers[1].train(3)
+    assert edges.by_peer[1] is edge  # the first one did not take the connection back
     train([workers[0], again], 5)
     assert again.outer.group.rounds.members == (0, 1) and again.outer.group.missed == 0
     close([workers[0], again])

@@ -113,19 +113,26 @@ class Connector:
     def _watch(self) -> None:
         """Look whether another process has joined as this rank. In a thread, since the table may be out of reach."""
         edges = self._edges
-        while not edges.closed and self.successor is None:
-            last = self._rendezvous.read(self._rank)
-            self.successor = None if last == self._address else last
+        while not edges.closed and not self._has_successor():
             with edges.changed:
                 edges.changed.wait_for(lambda: edges.closed, _WATCH_SECONDS)
 
+    def _has_successor(self) -> bool:
+        last = self._rendezvous.read(self._rank)
+        if last not in (None, self._address):
+            self.successor = last
+        return self.successor is not None
+
     def _dial(self, peer: int) -> None:
-        """Connect to a peer whose address is known, again and again while there is no connection."""
+        """Connect to a peer whose address is known, again and again while there is no connection.
+
+        Beside a successor, which has perhaps taken the connection, it would take that back.
+        """
         edges = self._edges
         while not edges.closed:
             address = self._rendezvous.read(peer) if peer not in edges.by_peer else None
             with contextlib.suppress(OSError):
-                if address is not None:
+                if address is not None and not self._has_successor():
                     self._serve(self._channel(socket.create_connection(address, timeout=HANDSHAKE_SECONDS)), peer)
             with edges.changed:
                 edges.changed.wait_for(lambda: edges.closed, _REDIAL_SECONDS)

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import threading
 from abc import ABC
 from functools import reduce
 from typing import Any, ClassVar
@@ -16,6 +17,9 @@ from typing import Any, ClassVar
 from gradwire.core.registry import lookup
 
 _LARGEST = 2**63
+_PARSING = (
+    threading.Lock()
+)  # before 3.12, all threads of an interpreter count the depth of their syntax trees in one number
 
 
 def parse(text: str) -> Any:
@@ -25,7 +29,8 @@ def parse(text: str) -> Any:
         ValueError: The text is no spec; the message names the place and a text that would be one.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        with _PARSING:
+            tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ValueError(
             f"cannot read the spec {text!r}{_hint(text)}; write stages as name(arguments), joined by |, "
