@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from gradwire.comm.peer_agreement import EdgeAgreement
-from gradwire.comm.peer_edges import UNCOUNTED, FrameKind
+from gradwire.comm.peer_edges import UNCOUNTED, Edge, FrameKind
 from gradwire.comm.peer_mesh import PeerMesh
 from gradwire.comm.rendezvous import FolderRendezvous, StoreRendezvous, rendezvous
 
@@ -196,7 +196,7 @@ def test_a_rank_that_has_left_is_not_offered_one_step_after_another(tmp_path: Pa
     with opened(tmp_path, 0, 1, timeout=5.0, line=PAIR) as (a, b):
         assert a.await_peer(1) and b.await_peer(0)
         b._agreement.join(0, lambda: b"", {})
-        with b._agreement.active(b.edges.snapshot()):
+        with b._agreement.active(announces=True):
             time.sleep(0.1)
         b.leave()
         before = a.edges.traffic.sent
@@ -207,6 +207,67 @@ def test_a_rank_that_has_left_is_not_offered_one_step_after_another(tmp_path: Pa
         b.join(0, lambda: b"")
         joining.join(10)
         assert a.await_edges([], 0.0)[1] <= 1
+
+
+def test_a_refusal_that_an_announcement_overtakes_is_followed_by_another(tmp_path: Path, monkeypatch: Any) -> None:
+    """The offering rank waited for an announcement that it had read already."""
+    with opened(tmp_path, 0, 1, timeout=10.0, line=PAIR) as (a, b):
+        assert a.await_peer(1) and b.await_peer(0)
+        refused, announced = threading.Event(), threading.Event()
+        send = b.edges.send
+
+        def send_late(edge: Edge, kind: FrameKind, step: int = 0, index: int = 0, body: bytes = b"") -> bool:
+            if kind == FrameKind.REFUSE:
+                refused.set()
+                assert step == -1 and announced.wait(PATIENCE)
+            return send(edge, kind, step, index, body)
+
+        monkeypatch.setattr(b.edges, "send", send_late)
+        a.edges.by_peer[1].peer_step = 0  # as after an announcement that it has taken back
+        joining = threading.Thread(target=a.join, args=(0, lambda: b""))
+        joining.start()
+        assert refused.wait(PATIENCE)
+        b._agreement.join(0, lambda: b"", {})
+        with b._agreement.active(announces=True):
+            announced.set()
+        joining.join(PATIENCE)
+        assert a.await_edges([], 0.0) == {1: 1}
+
+
+def test_a_connection_that_is_made_while_a_rank_joins_is_announced(tmp_path: Path, monkeypatch: Any) -> None:
+    """The rank had listed its connections, and was not active yet; both waited for the other's announcement."""
+    with contextlib.ExitStack() as stack:
+        (a,) = stack.enter_context(opened(tmp_path, 0, timeout=10.0, line=PAIR))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+
+        def connect(edges: list[Edge]) -> None:
+            (b,) = stack.enter_context(opened(tmp_path, 1, timeout=10.0, line=PAIR))
+            assert b.await_peer(0)
+            pool.submit(b.join, 0, lambda: b"")
+            wait_for(a, lambda: 1 in a.edges.by_peer and a.edges.by_peer[1].peer_step == 0)
+            time.sleep(0.2)  # while its thread is not active, and offers nothing
+
+        monkeypatch.setattr(a._agreement, "send_state", connect)
+        a.join(0, lambda: b"")
+        assert a.await_edges([], 0.0) == {1: 0}
+
+
+def test_what_a_peer_sent_before_it_connected_again_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+    """A peer that had left was lost, where its next connection came before its LEAVE was read."""
+    handle = EdgeAgreement.handle
+
+    def handle_late(agreement: EdgeAgreement, edge: Edge, kind: int, *frame: Any) -> None:
+        if kind == FrameKind.LEAVE:
+            time.sleep(0.3)
+        handle(agreement, edge, kind, *frame)
+
+    monkeypatch.setattr(EdgeAgreement, "handle", handle_late)
+    with opened(tmp_path, 0, 1, line=PAIR) as (a, b):
+        together(lambda: join(a), lambda: join(b))
+        old = a.edges.by_peer[1]
+        b.leave()
+        wait_for(a, lambda: a.edges.by_peer.get(1, old) is not old)
+        assert a.edges.lost == []
 
 
 def test_an_edge_that_begins_later_leaves_nobody_behind(tmp_path: Path) -> None:

@@ -43,11 +43,12 @@ class EdgeAgreement:
         return self.joined and time.monotonic() < self._active + self.edges.timeout / 2
 
     @contextlib.contextmanager
-    def active(self, edges: Iterable[Edge] = ()) -> Iterator[None]:
-        """The caller is in here; announce it on these edges."""
+    def active(self, announces: bool = False) -> Iterator[None]:
+        """The caller is in here, and announces it on all edges. Edges that are added now are announced by threads."""
         self._active = math.inf
         try:
-            self.announce(edges)
+            if announces:
+                self.announce(self.edges.snapshot())
             yield
         finally:
             self._active = time.monotonic()
@@ -100,11 +101,18 @@ class EdgeAgreement:
         elif taken:
             self.edges.send(edge, FrameKind.TAKE, step, body=body if edge.resumed else b"")
         elif kind == FrameKind.OFFER:
-            self.edges.send(edge, FrameKind.REFUSE, self.next_step if self.joined else -1)
+            self._refuse(edge)
         elif kind == FrameKind.PULL:
             self.send_state([edge])
         elif kind == FrameKind.ASK:  # answered while the caller computes, too: nothing is agreed on
             self.edges.send(edge, FrameKind.ANSWER, self.next_step if self.joined else -1)
+
+    def _refuse(self, edge: Edge) -> None:
+        """Answer an offer with this rank's next step, or -1; who reads that waits for an announcement."""
+        step = self.next_step if self.joined else -1
+        self.edges.send(edge, FrameKind.REFUSE, step)
+        if step < 0 and self.joined:  # it has joined meanwhile, and perhaps announced it before this refusal
+            self.edges.send(edge, FrameKind.READY, self.next_step)
 
     def reset(self) -> list[Edge]:
         """Agree to nothing until `join` is called again. Returns the edges that were agreed on. With the lock held."""

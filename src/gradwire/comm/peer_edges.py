@@ -11,6 +11,7 @@ from gradwire.comm.collectives import Traffic
 from gradwire.comm.secure_channel import SecureChannel, frame_bytes
 
 UNCOUNTED = 2**31  # exchanges from this index on are not counted: they are no part of training
+_READ_SECONDS = 1.0  # for the end of an older connection; that to a peer whose network was lost has none
 MOST_MESSAGES = 64  # that wait to be used; neighbors are at most an exchange apart
 BROKEN_CONNECTION = (OSError, ConnectionError, struct.error)
 
@@ -131,7 +132,7 @@ class EdgeTable:
     def undecided(self, step: int, peers: Set[int]) -> list[Edge]:
         """The edges to some peers that may still be agreed on for a step, which neither end has passed."""
         waiting = [edge for edge in self.live() if edge.start is None and edge.peer in peers]
-        return [edge for edge in waiting if edge.reached == step]
+        return [edge for edge in waiting if edge.answer == edge.reached == step]
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait for a condition, at most `timeout`.
@@ -151,13 +152,14 @@ class EdgeTable:
             return list(self.by_peer.values())
 
     def add(self, edge: Edge) -> None:
-        """Enter a new connection in place of an older one: a peer dials again only when it has lost that.
+        """Enter a new connection in place of an older one: a peer dials again only when it has left or lost that.
 
-        One whose handshake outlasts this rank ends: its peer would hold on to it, and not dial this rank's successor.
+        The older one's thread first reads what the peer has sent over it, a LEAVE perhaps. A connection whose handshake
+        outlasts this rank ends: its peer would hold on to it, and not dial this rank's successor.
         """
         with self.changed:
-            old = self.by_peer.get(edge.peer)
-            if old is not None:
+            while (old := self.by_peer.get(edge.peer)) is not None:
+                self.changed.wait_for(lambda: not old.alive, _READ_SECONDS)
                 self.drop(old)
             self.by_peer[edge.peer] = edge
             if self.closed:

@@ -133,9 +133,8 @@ class PeerMesh:
         """
         with self.edges.changed:
             self._agreement.join(step, snapshot, digests or {})
-        edges = self.edges.snapshot()
-        self._agreement.send_state(edges)
-        with self._agreement.active(edges), self.edges.changed:
+        self._agreement.send_state(self.edges.snapshot())
+        with self._agreement.active(announces=True), self.edges.changed:
             self.edges.wait_until(lambda: self._all_agreed(digests or {}))
 
     def await_edges(self, peers: Iterable[int], seconds: float) -> dict[int, int]:
@@ -205,8 +204,7 @@ class PeerMesh:
         """The peers that take part in a step, and whether the edge is new in it: a resumed one goes on as it was."""
         with self.edges.changed:
             self._agreement.next_step, self._deadline = step + 1, time.monotonic() + 2 * self.timeout
-            waiting = [edge for edge in self.edges.live() if edge.start is None]
-        with self._agreement.active(waiting), self.edges.changed:
+        with self._agreement.active(announces=True), self.edges.changed:
             # An offer for this step must be answered first: the other end may have taken it.
             self.edges.wait_until(lambda: not any(is_pending(edge, step) for edge in self.edges.live()))
             for edge in [edge for edge in self.edges.live() if is_pending(edge, step)]:
@@ -289,7 +287,7 @@ class PeerMesh:
         """
         peers = {*awaited} - {self.rank}
         if not self.edges.ask_steps(step, peers) and self._agreement.joined:
-            with self._agreement.active(self.edges.snapshot()), self.edges.changed:
+            with self._agreement.active(announces=True), self.edges.changed:
                 self.edges.wait_until(lambda: not self.edges.undecided(step, peers))
         return self.is_left_behind(step, slack=0)
 
