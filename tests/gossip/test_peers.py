@@ -18,6 +18,7 @@ from gradwire.comm.peer_agreement import EdgeAgreement
 from gradwire.comm.peer_edges import UNCOUNTED, Edge, FrameKind
 from gradwire.comm.peer_mesh import PeerMesh
 from gradwire.comm.rendezvous import FolderRendezvous, StoreRendezvous, rendezvous
+from gradwire.comm.secure_channel import SecureChannel
 
 PATIENCE = 30.0  # where all answer, however busy the machine is
 TIMEOUT = 2.0  # where a rank is silent, and the others wait for it
@@ -231,7 +232,7 @@ def test_a_refusal_that_an_announcement_overtakes_is_followed_by_another(tmp_pat
         with b._agreement.active(announces=True):
             announced.set()
         joining.join(PATIENCE)
-        assert a.await_edges([], 0.0) == {1: 1}
+        assert a.await_edges([], 0.0) == {1: 0}
 
 
 def test_a_connection_that_is_made_while_a_rank_joins_is_announced(tmp_path: Path, monkeypatch: Any) -> None:
@@ -421,6 +422,35 @@ def test_a_peer_that_does_not_answer_is_dropped(tmp_path: Path) -> None:
             edge, began = b.edges.by_peer[0], time.monotonic()
             assert not b.ask(0, [])
             assert not edge.alive and time.monotonic() - began >= TIMEOUT
+
+
+def test_a_state_that_takes_longer_than_the_timeout_is_awaited_while_it_arrives(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A frame counted as life at its end alone, and the peer that sent it was dropped amid it."""
+    write = SecureChannel._write
+
+    def write_slowly(channel: SecureChannel, data: bytes, deadline: float = math.inf) -> None:
+        for start in range(0, len(data), 100):
+            time.sleep(0.5 * (len(data) > 100))
+            write(channel, data[start : start + 100], deadline)
+
+    with opened(tmp_path, 0, 1, timeout=1.0, line=PAIR) as (a, b):
+        assert b.await_peer(0)
+        a.join(0, lambda: bytes(700))
+        monkeypatch.setattr(SecureChannel, "_write", write_slowly)
+        began, edge = time.monotonic(), b.edges.by_peer[0]
+        assert b.pull(0) == (0, bytes(700))
+        assert time.monotonic() - began > 2 * b.timeout and edge.alive
+
+
+def test_a_rank_that_cannot_copy_those_that_are_further_does_not_go_on(tmp_path: Path) -> None:
+    """It went on alone, as if it were the furthest."""
+    with opened(tmp_path, 0, 1, line=PAIR) as (a, b):
+        assert b.await_peer(0)
+        a._agreement.join(5, lambda: b"", {})
+        with pytest.raises(RuntimeError, match=r"rank 1 could not copy what a peer beyond its step 0 holds"):
+            b.catch_up(0, lambda peer: False)
 
 
 def test_addresses_are_replaced(tmp_path: Path) -> None:

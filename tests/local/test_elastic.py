@@ -301,6 +301,43 @@ def test_a_worker_that_dies_and_is_back_within_a_round_is_not_awaited_in_it(tmp_
         close([first, second, back.result(30)])
 
 
+def test_a_worker_that_is_left_alone_says_so(tmp_path: Path, caplog: Any) -> None:
+    """Workers whose messages came too late trained apart, without a word."""
+    first, second = elastic_workers(2, tmp_path, spec="local_sgd(H=1)", timeout=1.0)
+    train([first, second], 1)
+    assert "alone" not in caplog.text
+    second.outer.close()
+    first.train(3)
+    assert caplog.text.count("rank 0 makes round 1 alone, without [1]; if they run") == 1
+    assert caplog.text.count("alone") == 1
+    close([first])
+
+
+def test_a_worker_that_takes_over_one_state_after_another_says_so(tmp_path: Path, caplog: Any) -> None:
+    first, second = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")
+    group = second.outer.group
+    for _ in range(3):  # one at its start
+        assert group._copy(0, at_least=0)
+    assert "rank 1 has taken over 4 states, and counted in no round between them; a state takes" in caplog.text
+    train([first, second], 1)
+    caplog.clear()
+    assert group._copy(0, at_least=0) and not caplog.text
+    close([first, second])
+
+
+def test_a_worker_that_joins_counts_as_many_rounds_as_the_others(tmp_path: Path) -> None:
+    """Its own count was that of the group, which counts rounds that were tried again, too."""
+    first, second = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")
+    train([first, second], 3)
+    for one in (first, second):
+        one.outer.group.rounds.step += 1  # as after a round that led to nothing
+    train([first, second], 4)
+    second.outer.close()
+    second = Worker(1, 2, tmp_path, spec="local_sgd(H=1)")
+    assert (second.outer.rounds, second.outer.steps, second.outer.group.rounds.step) == (4, 4, 5)
+    close([first, second])
+
+
 def test_a_worker_that_joins_twice_is_there_once(tmp_path: Path) -> None:
     """Both went on, and took each other's place at the other workers in every round."""
     workers = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")

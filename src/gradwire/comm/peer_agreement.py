@@ -90,7 +90,6 @@ class EdgeAgreement:
     def handle(self, edge: Edge, kind: int, step: int, index: int, body: bytes) -> None:
         """Process a frame, and answer it."""
         with self.edges.changed:
-            edge.last_seen = time.monotonic()
             _record(edge, kind, step, index, body)
             taken = kind == FrameKind.OFFER and self.joined and step >= self.next_step
             if taken:
@@ -145,7 +144,9 @@ def _record(edge: Edge, kind: int, step: int, index: int, body: bytes) -> None:
         edge.peer_step = edge.answer = step
     elif kind == FrameKind.OFFER:
         edge.peer_step = index
+    elif kind == FrameKind.REFUSE and step < 0:  # it has passed no step, so the next offer need not be further
+        edge.offered, edge.tries = None, 0
     elif kind == FrameKind.REFUSE:
-        edge.peer_step, edge.offered = edge.peer_step if step < 0 else step, None
+        edge.peer_step, edge.offered = step, None
     elif kind == FrameKind.TAKE and edge.offered == step:
         edge.start, edge.offered, edge.resumed = step, None, bool(body)

@@ -95,7 +95,7 @@ class Connector:
             self._threads.add(thread)
 
     def _channel(self, line: socket.socket) -> SecureChannel:
-        return SecureChannel(line, len(self._hello), 2 * self._edges.timeout)  # a step waits no longer for a frame
+        return SecureChannel(line, len(self._hello), 2 * self._edges.timeout)
 
     def _accept(self, line: socket.socket) -> None:
         """Of too many handshakes, the oldest is closed: that of a neighbor takes little time."""

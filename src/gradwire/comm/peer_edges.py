@@ -47,7 +47,6 @@ class Edge:
         tries: How many offers were made.
         start: The first step in which the edge takes part, once both ends agree.
         resumed: Whether both ends have the same copies of an earlier life of the edge.
-        last_seen: When the last frame came.
         messages: Received ones, by step and index, until they are used.
         state: The peer's next step and parameters, after a PULL.
         asked: Whether this end has asked for the peer's next step.
@@ -64,12 +63,16 @@ class Edge:
     tries: int = 0
     start: int | None = None
     resumed: bool = False
-    last_seen: float = field(default_factory=time.monotonic)
     messages: dict[tuple[int, int], bytes] = field(default_factory=dict)
     state: tuple[int, bytes] | None = None
     asked: bool = False
     answer: int | None = None
     wanted: int | None = None
+
+    @property
+    def last_seen(self) -> float:
+        """When the last bytes came."""
+        return self.channel.last_read
 
     @property
     def reached(self) -> int:
@@ -143,6 +146,17 @@ class EdgeTable:
         self.changed.wait_for(lambda: self.error is not None or holds(), self.timeout)
         if self.error is not None:
             raise ValueError(self.error)
+
+    def await_state(self, edge: Edge) -> bool:
+        """Wait for parameters, at most `timeout`, and then as long as they arrive. Returns whether they did."""
+
+        def is_over() -> bool:
+            return edge.state is not None or not edge.alive
+
+        self.wait_until(is_over)
+        while not is_over() and edge.channel.amid_frame and time.monotonic() < edge.last_seen + self.timeout:
+            self.changed.wait_for(is_over, self.timeout / 10)
+        return edge.state is not None
 
     # -- without it ----------------------------------------------------------------------------------------------------
 

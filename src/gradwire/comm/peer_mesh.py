@@ -15,7 +15,7 @@ ends agree on the first step of an edge, so neither waits for a message that is 
 
 Offers carry a digest of an end's copies of the edge, after a checkpoint was loaded; where both are equal, the edge goes
 on as it was. While a rank waits for one neighbor, it sends WAIT to the others; a neighbor that sends nothing for
-`timeout` seconds is dropped. Its threads connect again, but agree to nothing before its caller is active again.
+`timeout` seconds is dropped. Its threads connect again, but offer no step before its caller is active again.
 
 `secure_channel` has the wire format, which refuses connections from outside; `peer_connector` the connections,
 `peer_edges` the table of edges and the kinds of frames, `peer_agreement` the answers to frames. This module has what
@@ -92,12 +92,16 @@ class PeerMesh:
         Args:
             step: The next one of this rank.
             copy: Takes over what a peer holds. Returns False where it did not live long enough; then another is tried.
+
+        Raises:
+            RuntimeError: Peers that are further are there, and none could be copied.
         """
         for _ in range(_TRIES):
             ahead = self.discover(step)
             if ahead is None or copy(ahead):
                 return ahead
-        return None
+        tries = f"in {_TRIES} tries of {self.timeout} s; give timeout= more"
+        raise RuntimeError(f"rank {self.rank} could not copy what a peer beyond its step {step} holds, {tries}")
 
     def await_peer(self, peer: int) -> bool:
         """Wait until a neighbor is there, at most `timeout`."""
@@ -118,8 +122,7 @@ class PeerMesh:
         if edge is None or not self.edges.send(edge, FrameKind.PULL, at_least):
             return None
         with self.edges.changed:
-            self.edges.wait_until(lambda: edge.state is not None or not edge.alive)
-            if edge.state is None and time.monotonic() >= edge.last_seen + self.timeout:
+            if not self.edges.await_state(edge) and time.monotonic() >= edge.last_seen + self.timeout:
                 self.edges.drop(edge)
             return edge.state
 
@@ -222,8 +225,7 @@ class PeerMesh:
         last = step - 1 if index >= UNCOUNTED else step  # in which both ends took part
         with self.edges.changed:  # a peer that has connected again since is awaited in a later step, if at all
             edges = {edge.peer: edge for edge in self.edges.taking_part(last) if edge.peer in out}
-        if index >= UNCOUNTED:
-            self._deadline = time.monotonic() + 2 * self.timeout
+            self._deadline = time.monotonic() + 2 * self.timeout if index >= UNCOUNTED else self._deadline
         # By other threads: a stalled peer must not keep this one from sending WAIT to the others.
         writes = {
             peer: self._writers.submit(self.edges.send, edge, FrameKind.MESSAGE, step, index, out[peer])

@@ -51,13 +51,16 @@ class SecureChannel:
     Attributes:
         line: The connection.
         most_bytes: The longest body that is received. A frame that announces more ends the connection.
-        seconds: How long the rest of a frame may take, once it has begun.
+        seconds: How long the next bytes of a frame may take, once it has begun; all of it may take longer.
+        last_read: When the last bytes came.
+        amid_frame: Whether the rest of a frame is still to come.
     """
 
     def __init__(self, line: socket.socket, most_bytes: int, seconds: float) -> None:
         line.setblocking(False)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.line, self.most_bytes, self.seconds = line, most_bytes, seconds
+        self.last_read, self.amid_frame = time.monotonic(), False
         self._access, self._sending = threading.Lock(), threading.Lock()  # to the socket; while a frame is sent
         self._waiting, self._closed = 0, False  # threads that wait for the socket
         self._keys: tuple[bytes, bytes] = b"", b""  # for sending, for receiving
@@ -94,23 +97,23 @@ class SecureChannel:
         """Write a frame."""
         head = pack_head(kind, step, index, len(body))
         with self._sending:
-            deadline = time.monotonic() + self.seconds
             tag = _hmac(self._keys[0], self._sent.to_bytes(8, "little"), head, body)[:_TAG]
             self._sent += 1
             for part in (head + body + tag,) if len(body) < 2**16 else (head, body, tag):
-                self._write(part, deadline)
+                self._write(part, math.inf)
 
     def receive(self, deadline: float = math.inf) -> tuple[int, int, int, bytes]:
-        """The next frame: kind, step, index and body. It must begin before the deadline."""
+        """The next frame: kind, step, index and body. It must end before the deadline."""
         first = self._read(1, deadline)
-        deadline = min(deadline, time.monotonic() + self.seconds)
-        head = first + self._read(first[0], deadline)
+        self.amid_frame = True
+        head = first + self._read(first[0], deadline, self.seconds)
         kind, step, index, length = _unpack_head(head)
         if length > self.most_bytes:
             raise ConnectionError(f"a frame announces {length} bytes, where {self.most_bytes} are the most")
-        body = self._read(length, deadline)
+        body = self._read(length, deadline, self.seconds)
         expected = _hmac(self._keys[1], self._received.to_bytes(8, "little"), head, body)[:_TAG]
-        _check(expected, self._read(_TAG, deadline))
+        _check(expected, self._read(_TAG, deadline, self.seconds))
+        self.amid_frame = False
         self._received += 1
         return kind, step, index, body
 
@@ -135,13 +138,14 @@ class SecureChannel:
         if self._closed and not self._waiting:
             self.line.close()
 
-    def _read(self, n: int, deadline: float) -> bytes:
+    def _read(self, n: int, deadline: float, pause: float = math.inf) -> bytes:
         parts, left = [], n
         while left:
-            size = min(left, 2**20)
-            part = self._attempt(lambda size=size: self.line.recv(size), select.POLLIN, deadline)  # type: ignore[misc]
+            size, latest = min(left, 2**20), min(deadline, time.monotonic() + pause)
+            part = self._attempt(lambda size=size: self.line.recv(size), select.POLLIN, latest)  # type: ignore[misc]
             if not part:
                 raise ConnectionError("the connection ended")
+            self.last_read = time.monotonic()
             parts.append(part)
             left -= len(part)
         return b"".join(parts)
@@ -149,7 +153,8 @@ class SecureChannel:
     def _write(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)
         while view:
-            view = view[self._attempt(lambda view=view: self.line.send(view), select.POLLOUT, deadline) :]  # type: ignore[misc]
+            latest = min(deadline, time.monotonic() + self.seconds)
+            view = view[self._attempt(lambda view=view: self.line.send(view), select.POLLOUT, latest) :]  # type: ignore[misc]
 
     def _attempt(self, call: Callable[[], T], events: int, deadline: float) -> T:
         """Call until it no longer has to wait for the connection."""

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from gradwire.integrations.local.handle import LocalSync
 
 _SMALL_BYTES = 2**20  # ballots, names and headers
+_MANY_STATES = 4  # a worker that joins takes over one or two
 _STATES = 6  # float32 vectors of a state at most: weights, and slots of their optimizer
-_PAUSE_SECONDS = 0.05
 _log = logging.getLogger("gradwire.local")
 
 
@@ -64,7 +63,9 @@ class ElasticGroup:
         others, training = {*range(place.world)} - {place.rank}, f"local steps; {training}; world {place.world}"
         self.mesh = place.connect(sorted(others), training, _SMALL_BYTES + 4 * _STATES * numbers)
         self.link, self.rounds = ElasticLink(self.mesh, place.world), ElasticRounds(self.mesh)
-        self.missed = self.resyncs = self._base = 0
+        self.missed = self.resyncs = 0
+        self._taken = 0  # states that were taken over since this worker last counted in a round
+        self._base = 0, 0  # steps and rounds of the handle, when its last round ended
         self.lock = threading.Lock()
 
     # -- a round -------------------------------------------------------------------------------------------------------
@@ -72,6 +73,7 @@ class ElasticGroup:
     def exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor) -> StepResult:
         """A round of the workers that are there; one that was missed leads to nothing."""
         self.mesh.yield_to_successor()
+        before = self.rounds.members
         for _ in range(self.link.world):
             if self._is_left_behind() and self._join():
                 break
@@ -79,18 +81,33 @@ class ElasticGroup:
             wire.setup.check_model()
             step = in_one_message(wire.engine.unwrapped, differences, buffers, self._handle.outer)
             try:
-                return execute(step, RoundTransport(self.rounds, self.link.world), wire.clock)
+                result = execute(step, RoundTransport(self.rounds, self.link.world), wire.clock)
             except MissedRound:
                 self.missed += 1
+            else:
+                self._taken = 0
+                self._warn_if_alone({*before})
+                return result
             leader = self.rounds.leader  # who may be gone
             if leader is not None and leader != self.rounds.rank and self._copy(leader, at_least=self.rounds.step):
                 break
         return StepResult({}, skipped=True)
 
+    def _warn_if_alone(self, before: set[int]) -> None:
+        """Weights of workers that each train alone drift apart, and no error would ever say so."""
+        others = sorted(before - {self.rounds.rank})
+        if others and self.rounds.members == (self.rounds.rank,):
+            _log.warning(
+                "rank %d makes round %d alone, without %s; if they run, their messages take longer than timeout=%g s",
+                *(self.rounds.rank, self.rounds.step, others, self.mesh.timeout),
+            )
+
     def arrive(self) -> None:
         """The outer weights are those of after the round, and the lock is held."""
         self.rounds.commit()
-        self._base = self._base if self._handle.inside else self._handle.steps
+        if not self._handle.inside:
+            self._base = self._handle.steps, self._handle.rounds
+            self.mesh.publish(self.rounds.step, self._snapshot)
 
     def _is_left_behind(self) -> bool:
         """Whether others are further: a worker whose round would be its own asks them.
@@ -142,33 +159,36 @@ class ElasticGroup:
 
     def _copy(self, peer: int, at_least: int) -> bool:
         """Take over a worker's outer weights, once it has come to some round, if it lives long enough."""
-        deadline = time.monotonic() + self.mesh.timeout
-        while (answer := self.mesh.pull(peer)) is not None and time.monotonic() < deadline:
-            state = load(answer[1])
-            if int(state["round"]) >= at_least:
-                self._take(state, peer)
-                return True
-            time.sleep(_PAUSE_SECONDS)
-        return False
+        answer = self.mesh.pull(peer, at_least)
+        if answer is None:
+            return False
+        self._take(load(answer[1]), peer)
+        return True
 
     def _take(self, state: Mapping[str, Tensor], peer: int) -> None:
         handle = self._handle
         with self.lock:
             handle.outer.load_state_dict(state)
             handle.outer.load_remaining_tensors(state)
-            handle.rounds = int(state["round"])
-            self.rounds.take(handle.rounds, raw_bytes(state["history"]).decode())
+            self.rounds.take(int(state["round"]), raw_bytes(state["history"]).decode())
             self.rounds.members = (*state["members"].tolist(), self.rounds.rank)
-            handle.steps = self._base = int(state["steps"])
+            self._base = handle.steps, handle.rounds = int(state["steps"]), int(state["rounds"])
         handle.inside = handle.fragments[0].age = 0
-        self.resyncs += 1
+        self.resyncs, self._taken = self.resyncs + 1, self._taken + 1
+        if self._taken % _MANY_STATES == 0:
+            _log.warning(
+                "rank %d has taken over %d states, and counted in no round between them; a state takes perhaps longer "
+                "than timeout=%g s to arrive, so give more",
+                *(self.rounds.rank, self._taken, self.mesh.timeout),
+            )
         _log.info("rank %d takes over round %d of rank %d", self.rounds.rank, self.rounds.step, peer)
 
     def _snapshot(self) -> bytes:
         """What a worker that joins needs."""
         outer, rounds = self._handle.outer, self.rounds
         with self.lock:
-            numbers = {"round": rounds.step, "steps": self._base, "members": rounds.members}
+            steps, made = self._base
+            numbers = {"round": rounds.step, "steps": steps, "rounds": made, "members": rounds.members}
             about = {name: torch.tensor(value) for name, value in numbers.items()}
             history = byte_tensor(rounds.history.encode())
             return save({**outer.state_dict(), **outer.remaining_tensors(), **about, "history": history})
@@ -189,7 +209,7 @@ class ElasticGroup:
         """
         self.mesh.leave()
         with self.lock:
-            self._base = self._handle.steps - self._handle.inside
+            self._base = self._handle.steps - self._handle.inside, self._handle.rounds
             self.rounds.step = int(state.get("round", self.rounds.step))
             self._restate()
             self.rounds.take(self.rounds.step, self.rounds.history)  # what was agreed on before is of no use
