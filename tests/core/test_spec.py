@@ -329,11 +329,12 @@ def test_threads_parse_at_the_same_time() -> None:
     """Python raised "SystemError: AST constructor recursion depth mismatch"."""
     text = "{" + ", ".join(f"{step}: topk(0.{step + 1})" for step in range(200)) + "}"
 
-    def parse_often() -> None:
+    def parse_often() -> object:
         for _ in range(60):
             Cycle()
-            parse(text)
+            value = parse(text)
+        return value
 
     with ThreadPoolExecutor(8) as threads:
-        for done in [threads.submit(parse_often) for _ in range(8)]:
-            done.result()
+        values = [done.result() for done in [threads.submit(parse_often) for _ in range(8)]]
+    assert values == [parse(text)] * 8
