@@ -15,7 +15,7 @@ from gradwire_lab.cli.round_memory import RoundMemory
     ["diloco(H=1)", "sparseloco(H=1)", "sparseloco(H=1, keep=1.0)", "streaming_diloco(H=1, fragments=1, delay=0)"],
 )
 def test_a_worker_holds_what_is_told(spec: str) -> None:
-    """Outer weights, momentum, errors, and what weights hold of these; two servers keep errors of half the model each."""
+    """Outer weights, momentum, errors, and what weights hold of these; a server keeps errors of half the model."""
     nets = [nn.Linear(64, 64) for _ in range(2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     outer = gradwire.local_lockstep(nets, optimizers, spec)

@@ -1,6 +1,7 @@
 """``gradwire codecs`` and ``gradwire show``: what there is, and what a spec stands for."""
 
 import sys
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -140,7 +141,7 @@ def _facts(whole: Method, workers: int, rounds: LocalMethod | None = None, held:
     H = rounds.H if rounds else 0
     table = Table.grid(padding=(0, 2))
     if rounds:
-        table.add_row("round", f"{H} local step{'s' * (H > 1)}, then one message:")
+        table.add_row("round", _round(rounds))
     held = held or f"{4 * memory_of(lane, workers) / lane.units.total:.3g} bytes per parameter"
     table.add_row("feedback", f"{whole.feedback}; all memory together is {held}")
     if not H and (optimizer := _optimizer(whole)):
@@ -167,6 +168,19 @@ def _facts(whole: Method, workers: int, rounds: LocalMethod | None = None, held:
 
 def _planned(whole: Method, workers: int) -> Plan:
     return build({"weight": (1000, 1000)}, (Rule(whole),), workers)
+
+
+def _round(rounds: LocalMethod) -> str:
+    """When messages are sent. Fragments of the model have one each."""
+    steps = f"{rounds.H} local step{'s' * (rounds.H > 1)}"
+    count = rounds.fragments if isinstance(rounds.fragments, int) else len(rounds.fragments)
+    if count == 1:
+        return f"{steps}, then one message:"
+    if not rounds.stagger:
+        return f"{steps}, then a message for each of {count} fragments; all of them:"
+    gaps = [b - a for a, b in pairwise((*(rounds.offset(i, count) for i in range(count)), rounds.H))]
+    apart = f"{min(gaps)}" if min(gaps) == max(gaps) else f"{min(gaps)} to {max(gaps)}"
+    return f"{steps}, and {count} fragments, which are sent in turn, {apart} steps apart; all of them:"
 
 
 def _round_memory(rounds: LocalMethod, workers: int) -> str:
