@@ -30,5 +30,14 @@ def test_a_worker_holds_what_is_told(spec: str) -> None:
     assert RoundMemory.of(rounds, message).lasting == sum(x.numel() for x in held)
 
 
+@pytest.mark.parametrize(("codec", "keeps"), [(None, True), ("int4", False)])
+def test_errors_from_before_a_round_are_needed_without_a_fused_kernel(codec: str | None, keeps: bool) -> None:
+    """As docs/local.md says of the message of sparseloco with rollback=False."""
+    nets = [nn.Linear(64, 64) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    outer = gradwire.local_lockstep(nets, optimizers, "sparseloco(H=1)", codec=codec, rollback=False)
+    assert outer.ranks[0].fragments[0].wire.engine.unwrapped.rollback is keeps
+
+
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]

@@ -136,6 +136,7 @@ def test_a_plan_tells_what_a_billion_parameters_take() -> None:
         text = " ".join(done.output.split())
         assert f"{outer} {'4.03' if 'sparse' in spec else '8.06'} GB" in text, text
         assert ("errors 4.03 GB" in text) is ("sparse" in spec) and "differences 4.03 GB" in text
+        assert ("errors from before the round 4.03 GB" in text) is ("sparse" in spec)
 
 
 def test_gossip_takes_local_steps(tmp_path: Path) -> None:
