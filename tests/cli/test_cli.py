@@ -165,6 +165,35 @@ def test_show_takes_local_steps():
     assert "6,000,000 bytes by each of 4 ranks in a round, 5.0x less" in text
 
 
+@pytest.mark.parametrize(
+    ("spec", "memory"),
+    [
+        ("diloco(H=5)", "8 bytes per parameter: outer weights with momentum 8, on the host with"),
+        ("sparseloco(H=1)", "8 bytes per parameter: outer weights 4, on the host with outer_device='cpu', errors 4;"),
+        ("sparseloco(H=1, keep=1.0)", "12 bytes per parameter: outer weights 4,"),
+        ("streaming_diloco", "13 bytes per parameter: outer weights with momentum 8,"),  # and a server's errors
+    ],
+)
+def test_show_counts_all_that_a_worker_with_local_steps_holds(spec: str, memory: str):
+    assert f"all memory together is {memory}" in " ".join(run("show", spec).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("H=30, fragments=1", "30 local steps, then one message:"),
+        ("H=30", "30 local steps, and 3 fragments, which are sent in turn, 10 steps apart;"),
+        (
+            "H=10, fragments=('a.*', 'b.*', '*')",
+            "10 local steps, and 3 fragments, which are sent in turn, 3 to 4 steps",
+        ),
+        ("H=4, stagger=False", "4 local steps, then a message for each of 3 fragments;"),
+    ],
+)
+def test_show_says_when_fragments_are_sent(arguments: str, words: str):
+    assert f"round {words}" in " ".join(run("show", f"streaming_diloco({arguments})").stdout.split())
+
+
 def test_show_takes_a_schedule_of_rounds():
     done = run("show", "local_schedule({0: diloco(H=2), 30: diloco(H=5)})")
     text = " ".join(done.stdout.split())

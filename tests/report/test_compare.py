@@ -18,6 +18,7 @@ from gradwire_lab.report.load import finished, load
 from gradwire_lab.train.compare import Arm, CellFailed, OutOfTime, arms, grid, outcome, run_grid
 from gradwire_lab.train.grid_time import GridTime
 from gradwire_lab.train.grid_worker import TrainCommand
+from gradwire_lab.train.recipe_files import resolve
 from run_folders import write_run
 
 SPECS = "fp32; topk(0.01)|sign"
@@ -344,6 +345,12 @@ def test_results_of_another_grid_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
         (["digits"], "fp32; fp32 @ train.seed=0 @ train.epoch=3", "did you mean 'epochs'?"),
         (["digits"], "fp32; fp32 @ train.epochs=18", "'fp32' and 'fp32 @ train.epochs=18' would be the same training"),
         (["digits", "ring8"], "sign; topk(0.1)", "workers that gossip compress by gossip.codec"),
+        (["digits"], "dense; sparseloco(H=5)", '--specs "dense; dense @ local.spec=sparseloco(H=5)"'),
+        (
+            ["digits"],
+            'int4; exchange=two_way; sparseloco(H=5, scales="bf16"); exchange=allgather',
+            """exchange=two_way; dense @ local.spec=sparseloco(H=5, scales="bf16") @ local.exchange=allgather'""",
+        ),
         (["dgc", "ramp5"], "fp32", "dgc ramp5 only adds to a recipe; name one before"),
     ],
 )
@@ -353,6 +360,14 @@ def test_what_a_cell_would_refuse_is_refused_before_any_trains(
     done = CliRunner().invoke(app, [*words, "--specs", specs, "--runs", str(tmp_path)])
     assert done.exit_code == 2 and sentence in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_form_that_a_refusal_of_local_steps_prints_is_taken() -> None:
+    asked = arms("int4 @ sync.exchange=two_way; dense @ local.spec=sparseloco(H=5) @ local.exchange=allgather")
+    command._refuse_local(asked)
+    first, second = (resolve(["digits"], [f"sync.spec={arm.spec}", *arm.overrides]) for arm in asked)
+    assert (first.sync.spec, first.sync.exchange, first.local.spec) == ("int4", "two_way", "")
+    assert (second.sync.spec, second.local.spec, second.local.exchange) == ("dense", "sparseloco(H=5)", "allgather")
 
 
 def test_the_runner_types_what_a_person_would(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def test_rounds_that_change_go_on_where_they_were_stopped(stop: int, tmp_path: P
         (("local.spec=diloco(H=3, start=2, first=None)",), "first="),
         (("local.spec=diloco(H=3)", "train.precision=fp16"), "bf16"),
         (("sync.spec=diloco(H=3)",), r"local\.spec"),
+        (("local.spec=muloco(H=5)",), r"Muon, and recipes step by sgd or adamw; .*diloco\(H=5, momentum=0\.6\)"),
+        (("local.spec=local_schedule({0: diloco(H=2), 9: muloco(H=5)})",), "Muon"),
     ],
 )
 def test_odd_recipes_are_refused(overrides: tuple[str, ...], named: str) -> None:
@@ -136,6 +138,7 @@ def test_a_plan_tells_what_a_billion_parameters_take() -> None:
         text = " ".join(done.output.split())
         assert f"{outer} {'4.03' if 'sparse' in spec else '8.06'} GB" in text, text
         assert ("errors 4.03 GB" in text) is ("sparse" in spec) and "differences 4.03 GB" in text
+        assert ("errors from before the round 4.03 GB" in text) is ("sparse" in spec)
 
 
 def test_gossip_takes_local_steps(tmp_path: Path) -> None:

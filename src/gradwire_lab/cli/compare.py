@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from gradwire.core.registry import registered
 from gradwire_lab.cli.fitted_table import FittedTable
 from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model, Overrides, Processes, RecipeNames
 from gradwire_lab.cli.output import check_folder, refuse, refusing, show
@@ -84,6 +85,7 @@ def compare(
             check_folder("--runs", runs)
         check_folder("--results", table.parent)
         asked = arms(specs)
+        _refuse_local(asked)
         files = _check(recipes, asked, settings, allow_code)
         made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix, files, name)
         _note_apart(made)
@@ -100,6 +102,24 @@ def compare(
         show(_table(task), *_words(task), width=160)
         _write(task, made, progress, table)
     _close(progress)
+
+
+def _refuse_local(asked: Sequence[Arm]) -> None:
+    """Refuse local steps that stand where a spec of gradients belongs, and print how they are compared."""
+    names = registered("local")
+    wrong = [arm for arm in asked if arm.spec.partition("(")[0].strip() in names]
+    if wrong:
+        meant = "; ".join(_as_local(arm) if arm in wrong else arm.label for arm in asked)
+        quoted = shlex.quote(meant) if '"' in meant else f'"{meant}"'
+        raise ValueError(
+            f"{wrong[0].spec!r} takes local steps, and does not compress gradients; write --specs {quoted}"
+        )
+
+
+def _as_local(arm: Arm) -> str:
+    """The same with the key of a recipe that takes local steps; keys of [sync] are those of [local] then."""
+    keys = (key.replace("sync.", "local.", 1) if key.startswith("sync.") else key for key in arm.overrides)
+    return " @ ".join(("dense", f"local.spec={arm.spec}", *keys))
 
 
 def _note_apart(made: Sequence[GridCell]) -> None:

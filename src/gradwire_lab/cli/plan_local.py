@@ -1,6 +1,5 @@
 """What `gradwire plan` prints of local steps: the start, the rounds, their bytes, and what a worker holds."""
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
@@ -14,6 +13,7 @@ from gradwire.local import LocalMethod, local_method
 from gradwire_lab.cli.fitted_table import FittedTable
 from gradwire_lab.cli.output import make_table
 from gradwire_lab.cli.plan_tables import BYTES, costs, lanes_table
+from gradwire_lab.cli.round_memory import RoundMemory
 from gradwire_lab.report.numbers import in_bytes
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.traffic_forecast import stages
@@ -35,9 +35,10 @@ def local_parts(
         rules = default_rules(whole, **recipe.local.layout)
         return build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20))
 
-    yield lanes_table(planned(rounds.message), count, "round")
+    message = planned(rounds.message)
+    yield lanes_table(message, count, "round")
     yield _bytes(rounds, planned, last)
-    yield Text(_memory(rounds, sum(map(math.prod, shapes.values()))))
+    yield Text(f"memory of a worker: {RoundMemory.of(rounds, message).text(in_bytes)}")
 
 
 def _bytes(rounds: LocalMethod, planned: Callable[[Method], Plan], last: int) -> Table:
@@ -67,18 +68,3 @@ def _round_rows(rounds: LocalMethod, message: Plan, last: int) -> Iterator[tuple
         for stage in sorted(changes) if count else ():
             yield step + (stage - number) * H, (f"round of H={H}", *costs(message, stage, H))
         step, number = step + count * H, number + count
-
-
-def _memory(rounds: LocalMethod, parameters: int) -> str:
-    """What a worker holds beside its model and inner optimizer, in float32."""
-    vector, phases = 4 * parameters, (rounds, *(chosen for _, chosen in rounds.later))
-    has_momentum = any(one.momentum for one in phases)
-    outer, errors = vector * (1 + has_momentum), vector * len(rounds.message.feedback.memories)
-    momentum = " with momentum" if has_momentum else ""
-    error = f", errors {in_bytes(errors)}" if errors else ""
-    error += f", what is kept of them {in_bytes(vector)}" if any(one.keep for one in phases) else ""
-    before = f", and errors from before the round {in_bytes(errors)}" if errors else ""
-    return (
-        f"memory of a worker: outer weights{momentum} {in_bytes(outer)}, on the host with outer_device='cpu'{error}; "
-        f"during a round also differences {in_bytes(vector)}{before}"
-    )

@@ -1,9 +1,9 @@
 """``gradwire codecs`` and ``gradwire show``: what there is, and what a spec stands for."""
 
 import sys
+from itertools import pairwise
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -11,14 +11,14 @@ from rich.text import Text
 
 from gradwire.codecs import Codec
 from gradwire.core.spec import parse
-from gradwire.engine import Method, Rule, build, method
+from gradwire.engine import Method, Plan, Rule, build, method
 from gradwire.engine.method import starves_adaptive
-from gradwire.engine.state import zeros
 from gradwire.local.method import LocalMethod, local_method
 from gradwire_lab.cli.docstring_cards import ALONE, HEADINGS, Card, card_named, cards, size_of
 from gradwire_lab.cli.options import Exchange, Feedback, Ranks, Spec
 from gradwire_lab.cli.output import refusing
 from gradwire_lab.cli.pages import codecs_page
+from gradwire_lab.cli.round_memory import RoundMemory, memory_of
 from gradwire_lab.train.traffic_forecast import forecast as traffic
 
 ANSWERS = {  # what each part of a method decides
@@ -64,7 +64,7 @@ def show(spec: Spec, feedback: Feedback = None, exchange: Exchange = None, worke
             for step, chosen in ((0, rounds), *rounds.later):
                 if rounds.later:
                     console.print(Text(f"from step {step}", style="bold"))
-                console.print(_facts(chosen.message, workers, chosen.H))
+                console.print(_facts(chosen.message, workers, chosen, _round_memory(rounds, workers)))
             return
     whole = checked_method("show", spec, feedback, exchange)
     console.print(Text(f"{spec} = {whole}", style="bold"))
@@ -128,21 +128,22 @@ def _place(module: str) -> tuple[str, Text]:
 # -- show --------------------------------------------------------------------------------------------------------------
 
 
-def _facts(whole: Method, workers: int, H: int = 0) -> Table:
+def _facts(whole: Method, workers: int, rounds: LocalMethod | None = None, held: str = "") -> Table:
     """What travels for one matrix of a million parameters, at each stage of the training; of local steps, in a round.
 
     Args:
         whole: The method.
         workers: How many ranks.
-        H: Local steps of a round, in each of which float32 would be sent; 0 without rounds.
+        rounds: Those of local steps, in each of which float32 would be sent.
+        held: What a worker with local steps holds.
     """
-    (lane,) = build({"weight": (1000, 1000)}, (Rule(whole),), workers).lanes
-    memories = zeros(lane.state_specs(workers), lane.tensors, 0, workers, torch.device("meta"))  # a rank's own
-    floats = sum(x.numel() for x in memories.values()) / lane.units.total
+    (lane,) = _planned(whole, workers).lanes
+    H = rounds.H if rounds else 0
     table = Table.grid(padding=(0, 2))
-    if H:
-        table.add_row("round", f"{H} local step{'s' * (H > 1)}, then one message:")
-    table.add_row("feedback", f"{whole.feedback}; all memory together is {4 * floats:.3g} bytes per parameter")
+    if rounds:
+        table.add_row("round", _round(rounds))
+    held = held or f"{4 * memory_of(lane, workers) / lane.units.total:.3g} bytes per parameter"
+    table.add_row("feedback", f"{whole.feedback}; all memory together is {held}")
     if not H and (optimizer := _optimizer(whole)):
         table.add_row("optimizer", optimizer)
     for step, codec, exchange in lane.step_table:
@@ -163,6 +164,31 @@ def _facts(whole: Method, workers: int, H: int = 0) -> Table:
             table.add_row("", _second_leg(str(exchange), payload, dense, workers))
         table.add_row("sent", _cost(sent, ring, varies, ranks, less))
     return table
+
+
+def _planned(whole: Method, workers: int) -> Plan:
+    return build({"weight": (1000, 1000)}, (Rule(whole),), workers)
+
+
+def _round(rounds: LocalMethod) -> str:
+    """When messages are sent. Fragments of the model have one each."""
+    steps = f"{rounds.H} local step{'s' * (rounds.H > 1)}"
+    count = rounds.fragments if isinstance(rounds.fragments, int) else len(rounds.fragments)
+    if count == 1:
+        return f"{steps}, then one message:"
+    if not rounds.stagger:
+        return f"{steps}, then a message for each of {count} fragments; all of them:"
+    gaps = [b - a for a, b in pairwise((*(rounds.offset(i, count) for i in range(count)), rounds.H))]
+    apart = f"{min(gaps)}" if min(gaps) == max(gaps) else f"{min(gaps)} to {max(gaps)}"
+    return f"{steps}, and {count} fragments, which are sent in turn, {apart} steps apart; all of them:"
+
+
+def _round_memory(rounds: LocalMethod, workers: int) -> str:
+    """What a worker with local steps holds, in bytes per parameter."""
+    message = _planned(rounds.message, workers)
+    memory, total = RoundMemory.of(rounds, message), sum(lane.units.total for lane in message.lanes)
+    parts = memory.text(lambda size: f"{size / total:.3g}")
+    return f"{4 * memory.lasting / total:.3g} bytes per parameter: {parts}"
 
 
 def _optimizer(whole: Method) -> str:

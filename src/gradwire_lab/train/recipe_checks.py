@@ -1,5 +1,6 @@
 """Recipe checks: what only other parts of the package can judge."""
 
+from gradwire.local import LocalMethod
 from gradwire_lab.train.data import TASKS, TEXTS, maker_of
 from gradwire_lab.train.recipe import Recipe
 
@@ -112,3 +113,15 @@ def _check_local(recipe: Recipe) -> None:
         raise ValueError("workers gossip, or agree on weights by [local]; for both, write gossip.H, the local steps")
     if method.start and any(chosen is None for _, chosen in method.phases):
         raise ValueError("the workers of a recipe take batches of their own; write a codec as first= of local.spec")
+    _refuse_inner(recipe.local.spec, method)
+
+
+def _refuse_inner(spec: str, method: LocalMethod) -> None:
+    """Refuse rounds that are meant for an optimizer that recipes do not have."""
+    inner = next((one.inner for one in (method, *(later for _, later in method.later)) if one.inner), "")
+    if inner:
+        raise ValueError(
+            f"local.spec = {spec!r} is meant for inner steps of {inner}, and recipes step by sgd or adamw; write "
+            f"diloco instead, as in --set 'local.spec=diloco(H={method.H}, momentum={method.momentum})', or a loop of "
+            "your own around gradwire.local (docs/local.md#two-optimizers)"
+        )
