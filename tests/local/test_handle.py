@@ -160,6 +160,15 @@ def test_a_codec_is_told_where_it_belongs() -> None:
         gradwire.local_lockstep([net], [adam], "int4")
 
 
+@pytest.mark.parametrize("spec", ["local_gossip(choco(ring), H=5)", "noloco(ring)"])
+def test_a_gossip_method_is_told_where_it_belongs(spec: str) -> None:
+    """It has local steps, too, so that their number is not what it lacks."""
+    net = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"neighbors; use gradwire\.gossip\(model, '") as wrong:
+        gradwire.local(net, fixtures.sgd(net), spec)
+    assert repr(spec) in str(wrong.value) and "number of local steps" not in str(wrong.value)
+
+
 def test_messages_of_a_chunk_have_the_size_that_their_card_says() -> None:
     """64 of 4,096: at most Rice's bits, a sign each, and a float32 scale."""
     nets = [torch.nn.Linear(256, 256, bias=False) for _ in range(2)]
