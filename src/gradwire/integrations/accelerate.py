@@ -67,7 +67,6 @@ def attach_local(accelerator: Any, model: nn.Module, spec: str, **options: Any) 
     attached.add(outer, outer.wire, accelerator._models)
     if not any(isinstance(one, _LoadedLast) for one in accelerator._custom_objects):
         accelerator.register_for_checkpointing(_LoadedLast(attached))
-    _before_end(accelerator, lambda: warn_inside_round(outer, "outer"))
     return outer
 
 
@@ -115,6 +114,7 @@ class _Attached:
         # The lists of models that hooks are given may be emptied by hooks of others.
         accelerator.register_save_state_pre_hook(lambda models, weights, to: self._save(accelerator._models, to))
         accelerator.register_load_state_pre_hook(lambda models, folder: self._load(accelerator._models, folder))
+        _before_end(accelerator, self._warn_inside_rounds)
 
     def refuse_shared(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Refuse an optimizer that counts the local steps of another model already."""
@@ -154,6 +154,11 @@ class _Attached:
                 self._loaded_last.append((handle, place))
             else:
                 load(handle, place)
+
+    def _warn_inside_rounds(self) -> None:
+        for handle, _ in self._handles:
+            if isinstance(handle, LocalSync):
+                warn_inside_round(handle, "outer")
 
     def load_last(self) -> None:
         """Load the states that go with those of optimizers."""
