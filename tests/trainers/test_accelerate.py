@@ -447,6 +447,8 @@ def call_by_the_optimizer(attach: Any, scaler: Any, rank: int) -> None:
     assert wire.report().steps == 3 and equal(wire, net, (other, plain))
     text = fixtures.error_text(lambda: optimizer.optimizer.step(lambda: 0.0))
     assert text.startswith("ValueError") and "closure" in text, text
+    again = fixtures.error_text(wire)
+    assert again.startswith("RuntimeError") and "remove the call" in again and wire.report().steps == 3, again
 
 
 def onebit_adam_without_a_launcher(rank: int, world: int, folder: Path) -> None:

@@ -17,7 +17,7 @@ from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.local.trainers import local_prepared, warn_inside_round
 from gradwire.integrations.model import is_sharded, optimizers_of, reshard
 from gradwire.integrations.optimizer import check_wire
-from gradwire.integrations.wire import Wire
+from gradwire.integrations.wire import Wire, write_missing
 
 
 def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wire:
@@ -97,9 +97,10 @@ def _call_before_steps(wire: Wire, optimizers: Sequence[Optimizer]) -> None:
     def call(_: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             raise ValueError("optimizer.step(closure) makes gradients after they are compressed; call it without one")
-        wire()
+        write_missing(wire.parameters, wire.sync(wire.grads()))
 
     optimizers[0].register_step_pre_hook(call)
+    wire.is_called = True
 
 
 class _Attached:
