@@ -53,7 +53,8 @@ def attach_local(accelerator: Any, model: nn.Module, spec: str, **options: Any) 
     The loop stays as it is: the handle is called after each step of the last optimizer. ``accelerator.save_state``
     writes the state of every rank into the same folder, and ``accelerator.load_state`` reads it back.
     ``accelerator.end_training()`` warns if the training ends inside a round, whose steps are then not averaged.
-    To train on without local steps, call ``outer.close()`` at the end of a round, where ``outer.inside`` is 0.
+    To train on without local steps, call ``outer.close()`` at the end of a round, where ``outer.inside`` is 0. Then all
+    ranks end with the same weights.
 
     Args:
         accelerator: An `accelerate.Accelerator`.

@@ -22,6 +22,7 @@ from gradwire.engine import StepResult
 from gradwire.engine.checkpoint import Saved, is_own, of_shard
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
+from gradwire.integrations.local.closing import restart
 from gradwire.integrations.local.outer import on_host, refuse_unsaved, require_own
 from gradwire.integrations.local.round_length import take_rounds
 from gradwire.integrations.model import distributed_as, local_part
@@ -99,14 +100,7 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
         if handle.group is not None:
             handle.group.resume(local)
         return
-    handle.arrive(early=True)
-    handle.outer.restart()
-    handle.outer.restart_buffers()
-    handle.inside = 0
-    if handle.uneven_steps is not None:
-        handle.uneven_steps.restart()
-    for fragment in handle.fragments:
-        fragment.age = 0
+    restart(handle)
 
 
 def _numbers_of(schedule: LocalMethod) -> Tensor:
