@@ -487,23 +487,30 @@ def without_a_launcher_refused(rank: int, world: int, folder: Path) -> None:
 
 def attached_again(rank: int, world: int, folder: Path) -> None:
     """A second handle of a model: the first one is neither warned of nor kept in memory."""
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        accelerator, net = plain_accelerator(), fixtures.model()
+        accelerator.scaler = scaler
+        attach_again(accelerator, *accelerator.prepare(net, fixtures.sgd(net)), folder / f"again {scaler is None}")
+
+
+def attach_again(accelerator: Any, model: nn.Module, optimizer: Any, folder: Path) -> None:
     from gradwire.integrations.accelerate import attach_local
 
-    accelerator, net = plain_accelerator(), fixtures.model()
-    model, optimizer = accelerator.prepare(net, fixtures.sgd(net))
     first = attach_local(accelerator, model, "diloco(H=4)")
-    step_all(accelerator, [model], [optimizer], range(2), rank)
+    step_all(accelerator, [model], [optimizer], range(2), 0)
+    accelerator.save_state(str(folder))
+    accelerator.load_state(str(folder))
     weights = weakref.ref(first.outer)
     del first
     second = attach_local(accelerator, model, "diloco(H=4)")
-    step_all(accelerator, [model], [optimizer], range(4), rank)
+    step_all(accelerator, [model], [optimizer], range(4), 0)
     gc.collect()
-    assert weights() is None and second.inside == 0
+    assert weights() is None and (second.steps, second.inside) == (4, 0)
     accelerator.state.destroy_process_group = lambda group=None: None  # which serves the next case
     with warnings.catch_warnings(record=True) as none:
         warnings.simplefilter("always")
         accelerator.end_training()
-    step_all(accelerator, [model], [optimizer], range(3), rank)
+    step_all(accelerator, [model], [optimizer], range(3), 0)
     with warnings.catch_warnings(record=True) as one:
         warnings.simplefilter("always")
         accelerator.end_training()

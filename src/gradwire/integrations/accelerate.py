@@ -164,8 +164,8 @@ class _Attached:
 
     def load_last(self) -> None:
         """Load the states that go with those of optimizers."""
-        for handle, place in self._loaded_last:
-            load(handle, place)
+        while self._loaded_last:  # which keeps no handle that is replaced later
+            load(*self._loaded_last.pop(0))
 
 
 _attached: "WeakKeyDictionary[Any, _Attached]" = WeakKeyDictionary()
