@@ -1,6 +1,7 @@
 """The handle of local steps: its start, reports, other specs, other worlds, and what it refuses."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,15 @@ def test_a_codec_is_told_where_it_belongs() -> None:
     assert any(frame.name == "rounds" for frame in wrong.traceback), "and where it arose"
     with pytest.raises(ValueError, match=r"local_lockstep takes .* use gradwire\.lockstep\(models, 'int4'\)"):
         gradwire.local_lockstep([net], [adam], "int4")
+
+
+@pytest.mark.parametrize("spec", ["local_gossip(choco(ring), H=5)", "noloco(ring)"])
+def test_a_gossip_method_is_told_where_it_belongs(spec: str) -> None:
+    """It has local steps, too, so that their number is not what it lacks."""
+    net = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"neighbors; use gradwire\.gossip\(model, '") as wrong:
+        gradwire.local(net, fixtures.sgd(net), spec)
+    assert repr(spec) in str(wrong.value) and "number of local steps" not in str(wrong.value)
 
 
 def test_messages_of_a_chunk_have_the_size_that_their_card_says() -> None:
@@ -401,6 +411,45 @@ def test_another_world_applies_a_message_that_was_under_way() -> None:
     shared = outer.ranks[0].outer.weights
     assert other.ranks[2].inside == 0 and other.ranks[2].fragments[0].pending_result is None
     assert all(torch.equal(p, shared[name]) for name, p in nets[2].named_parameters())
+
+
+class Fading(torch.optim.SGD):
+    """Steps by the rate over how many it has taken, which it counts without a tensor."""
+
+    extra: Any = None
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p]
+            held |= {
+                "step": held.get("step", 0) + 1,
+                "share": held.get("share", 1.0) / 3.0,
+                "seen": True,
+                "extra": self.extra,
+            }
+            p.data.add_(p.grad, alpha=-held["share"] / held["step"])
+
+
+def test_numbers_of_an_outer_optimizer_are_saved_as_what_they_are(tmp_path: Path) -> None:
+    """Some count steps by an int, and began again at each load."""
+    through, resumed = (local_replicas("diloco(H=2)", 1, outer=Fading) for _ in range(2))
+    train(*through, range(6))
+    gradwire.save(through[2].ranks[0], tmp_path)
+    gradwire.load(resumed[2].ranks[0], tmp_path)
+    (held, *_), (again, *_) = (list(each[2].ranks[0].optimizer.state.values()) for each in (through, resumed))
+    assert {key: x for key, x in held.items() if x is not None} == again
+    assert [type(again[key]) for key in ("step", "share", "seen")] == [int, float, bool]
+    for each in (through, resumed):
+        train(*each, range(6, 12))
+    assert fixtures.same(*(fixtures.tensors(nets[0]) for nets, _, _ in (through, resumed)))
+
+
+def test_a_state_that_is_neither_a_tensor_nor_a_number_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fading, "extra", [1])
+    nets, optimizers, outer = local_replicas("diloco(H=2)", 1, outer=Fading)
+    train(nets, optimizers, outer, range(2))
+    with pytest.raises(ValueError, match=r"Fading has 'extra' of '0\.weight' as a list"):
+        outer.ranks[0].state_dict()
 
 
 @pytest.mark.parametrize("state", [{}, {"gradwire/spec": torch.zeros(1)}])

@@ -1,8 +1,10 @@
 """Accelerate: its loop with one line of ours computes what a plain loop computes."""
 
+import gc
 import importlib.util
 import os
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -445,6 +447,8 @@ def call_by_the_optimizer(attach: Any, scaler: Any, rank: int) -> None:
     assert wire.report().steps == 3 and equal(wire, net, (other, plain))
     text = fixtures.error_text(lambda: optimizer.optimizer.step(lambda: 0.0))
     assert text.startswith("ValueError") and "closure" in text, text
+    again = fixtures.error_text(wire)
+    assert again.startswith("RuntimeError") and "remove the call" in again and wire.report().steps == 3, again
 
 
 def onebit_adam_without_a_launcher(rank: int, world: int, folder: Path) -> None:
@@ -481,7 +485,41 @@ def without_a_launcher_refused(rank: int, world: int, folder: Path) -> None:
     assert two.startswith("ValueError") and "2 prepared optimizers" in two, two
 
 
+def attached_again(rank: int, world: int, folder: Path) -> None:
+    """A second handle of a model: the first one is neither warned of nor kept in memory."""
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        accelerator, net = plain_accelerator(), fixtures.model()
+        accelerator.scaler = scaler
+        attach_again(accelerator, *accelerator.prepare(net, fixtures.sgd(net)), folder / f"again {scaler is None}")
+
+
+def attach_again(accelerator: Any, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    from gradwire.integrations.accelerate import attach_local
+
+    first = attach_local(accelerator, model, "diloco(H=4)")
+    step_all(accelerator, [model], [optimizer], range(2), 0)
+    accelerator.save_state(str(folder))
+    accelerator.load_state(str(folder))
+    weights = weakref.ref(first.outer)
+    del first
+    second = attach_local(accelerator, model, "diloco(H=4)")
+    step_all(accelerator, [model], [optimizer], range(4), 0)
+    gc.collect()
+    assert weights() is None and (second.steps, second.inside) == (4, 0)
+    accelerator.state.destroy_process_group = lambda group=None: None  # which serves the next case
+    with warnings.catch_warnings(record=True) as none:
+        warnings.simplefilter("always")
+        accelerator.end_training()
+    step_all(accelerator, [model], [optimizer], range(3), 0)
+    with warnings.catch_warnings(record=True) as one:
+        warnings.simplefilter("always")
+        accelerator.end_training()
+    found = [[str(each.message) for each in seen if "round" in str(each.message)] for seen in (none, one)]
+    assert [len(texts) for texts in found] == [0, 1] and "3 steps" in found[1][0], found
+
+
 ALONE = {
+    "attached again": attached_again,
     "without a launcher": without_a_launcher,
     "without a launcher, onebit_adam": onebit_adam_without_a_launcher,
     "without a launcher, refused": without_a_launcher_refused,

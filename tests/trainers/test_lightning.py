@@ -279,6 +279,14 @@ def accumulating_more_and_less(rank: int, world: int, folder: Path) -> None:
     assert not [one for one in seen if "max_steps" in str(one.message)]
 
 
+def ended_as_it_is(rank: int, world: int, folder: Path) -> None:
+    """The module keeps its weights at the end of a fit, though the message of the last round is under way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outer = local_fit("diloco(H=6, delay=1)").outer
+    assert outer.inside == 0 and outer.fragments[0].pending_result is not None
+
+
 def local_steps_from_dense(rank: int, world: int, folder: Path) -> None:
     """A checkpoint of a fit without local steps."""
     trainer, _, _ = fit(0, 1)
@@ -358,6 +366,7 @@ ONE_RANK = {
     "remedies": remedies,
     "in the start": in_the_start,
     "accumulating more and less": accumulating_more_and_less,
+    "ended as it is": ended_as_it_is,
     "local steps from dense": local_steps_from_dense,
     "from two ranks": from_two_ranks,
     "from dense": from_dense,

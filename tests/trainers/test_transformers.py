@@ -289,7 +289,17 @@ def onebit_adam_resumed(rank: int, world: int, folder: Path) -> None:
     assert all(fixtures.same(states[0], state) for state in states[1:])
 
 
+def ended_as_it_is(rank: int, world: int, folder: Path) -> None:
+    """A Trainer loads its best model before callbacks hear of the end, so that they leave weights alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the message of the last round was not applied
+        callback, model = train(rank, world, folder / "ended", 4, spec="diloco(H=4, delay=1)")
+    assert callback.outer.inside == 0 and callback.outer.fragments[0].pending_result is not None
+    assert not equal_on_ranks(model)
+
+
 TWO_RANKS = {
+    "ended as it is": ended_as_it_is,
     "onebit_adam resumed": onebit_adam_resumed,
     "onebit_adam as in a loop": onebit_adam_as_in_a_loop,
     "local steps": local_steps,

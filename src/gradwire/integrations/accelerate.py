@@ -17,7 +17,7 @@ from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.local.trainers import local_prepared, warn_inside_round
 from gradwire.integrations.model import is_sharded, optimizers_of, reshard
 from gradwire.integrations.optimizer import check_wire
-from gradwire.integrations.wire import Wire
+from gradwire.integrations.wire import Wire, write_missing
 
 
 def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wire:
@@ -53,7 +53,8 @@ def attach_local(accelerator: Any, model: nn.Module, spec: str, **options: Any) 
     The loop stays as it is: the handle is called after each step of the last optimizer. ``accelerator.save_state``
     writes the state of every rank into the same folder, and ``accelerator.load_state`` reads it back.
     ``accelerator.end_training()`` warns if the training ends inside a round, whose steps are then not averaged.
-    To train on without local steps, call ``outer.close()`` at the end of a round, where ``outer.inside`` is 0.
+    To train on without local steps, call ``outer.close()`` at the end of a round, where ``outer.inside`` is 0. Then all
+    ranks end with the same weights.
 
     Args:
         accelerator: An `accelerate.Accelerator`.
@@ -67,7 +68,6 @@ def attach_local(accelerator: Any, model: nn.Module, spec: str, **options: Any) 
     attached.add(outer, outer.wire, accelerator._models)
     if not any(isinstance(one, _LoadedLast) for one in accelerator._custom_objects):
         accelerator.register_for_checkpointing(_LoadedLast(attached))
-    _before_end(accelerator, lambda: warn_inside_round(outer, "outer"))
     return outer
 
 
@@ -98,9 +98,10 @@ def _call_before_steps(wire: Wire, optimizers: Sequence[Optimizer]) -> None:
     def call(_: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             raise ValueError("optimizer.step(closure) makes gradients after they are compressed; call it without one")
-        wire()
+        write_missing(wire.parameters, wire.sync(wire.grads()))
 
     optimizers[0].register_step_pre_hook(call)
+    wire.is_called = True
 
 
 class _Attached:
@@ -115,6 +116,7 @@ class _Attached:
         # The lists of models that hooks are given may be emptied by hooks of others.
         accelerator.register_save_state_pre_hook(lambda models, weights, to: self._save(accelerator._models, to))
         accelerator.register_load_state_pre_hook(lambda models, folder: self._load(accelerator._models, folder))
+        _before_end(accelerator, self._warn_inside_rounds)
 
     def refuse_shared(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Refuse an optimizer that counts the local steps of another model already."""
@@ -155,10 +157,15 @@ class _Attached:
             else:
                 load(handle, place)
 
+    def _warn_inside_rounds(self) -> None:
+        for handle, _ in self._handles:
+            if isinstance(handle, LocalSync):
+                warn_inside_round(handle, "outer")
+
     def load_last(self) -> None:
         """Load the states that go with those of optimizers."""
-        for handle, place in self._loaded_last:
-            load(handle, place)
+        while self._loaded_last:  # which keeps no handle that is replaced later
+            load(*self._loaded_last.pop(0))
 
 
 _attached: "WeakKeyDictionary[Any, _Attached]" = WeakKeyDictionary()

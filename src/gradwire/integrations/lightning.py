@@ -156,7 +156,7 @@ class LightningLocalSteps(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if self.outer is not None:
-            self.outer.close()  # let the module be fitted again, also with another callback
+            self.outer.close(keep_weights=True)  # let the module be fitted again, also with another callback
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.outer is not None

@@ -51,6 +51,11 @@ def register_local(handle: object, parameters: Mapping[str, nn.Parameter], world
     _local[handle] = parameters, world
 
 
+def has_local(handle: object) -> bool:
+    """Whether a handle has its parameters, and no later one has taken them over."""
+    return handle in _local
+
+
 def release_local(handle: object) -> bool:
     """Take a handle off its parameters, which a wire may have then. Returns whether it had them."""
     return _local.pop(handle, None) is not None

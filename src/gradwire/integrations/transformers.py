@@ -144,7 +144,7 @@ class TrainerLocalSteps(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.outer is not None:
             warn_inside_round(self.outer, "callback.outer")
-            self.outer.close()
+            self.outer.close(keep_weights=True)
 
 
 def _candidates(given: str | Path | None, args: Any, state: Any) -> list[Path]:

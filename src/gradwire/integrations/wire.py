@@ -50,6 +50,7 @@ class Wire:
         self.adaptive: set[str] = set()  # names of optimizers that step after this wire, and normalize
         self.tuner: Tuner | None = None  # chooses the spec, where it is ``auto``
         self.last_event = ""  # of a plain loop: "backward", "call", "second call" or "step"
+        self.is_called = False  # by the optimizer that Accelerate has prepared
         self.is_attached = True  # until its parameters may have another wire
         self.remove_hooks: Callable[[], None] = lambda: None  # from a sharded model
         self._feedback: Feedback | None = None  # of the main rule
@@ -90,6 +91,8 @@ class Wire:
             return  # hooks have done it in the backward pass
         if self.setup.hooked:
             raise RuntimeError("DDP calls this wire by itself in every backward pass; remove the call")
+        if self.is_called:
+            raise RuntimeError("the prepared optimizer calls this wire by itself when it steps; remove the call")
         write_missing(self.parameters, self.sync(self.grads()))
 
     def grads(self) -> dict[str, Tensor | None]:

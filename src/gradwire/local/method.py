@@ -208,6 +208,11 @@ def local_method(
     A codec that comes alone keeps the spec's feedback, if that keeps errors, and its mean over senders.
     """
     made: Any = parse(spec) if isinstance(spec, str) else spec
+    if getattr(made, "kind", "") == "gossip":
+        raise ValueError(
+            f"{str(spec)!r} exchanges weights with neighbors; use gradwire.gossip(model, {str(spec)!r}), or for "
+            f"replicas of one process gradwire.gossip_lockstep(models, {str(spec)!r})"
+        )
     if not isinstance(made, LocalMethod):
         raise ValueError(
             f"{spec!r} has no number of local steps; write one of {', '.join(registered('local'))} as in "

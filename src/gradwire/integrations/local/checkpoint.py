@@ -1,13 +1,13 @@
 """Checkpoints of local steps: this rank's state as tensors by kind and name.
 
 ``local/steps`` and ``local/inside`` are the place in the training, ``local/outer/NAME`` and ``local/optimizer/...`` the
-outer weights and their optimizer, ``local/own/NAME`` the replica itself, ``local/kept/NAME`` by how much it was ahead
-of the outer weights when the round began, ``local/ages`` inner steps since each fragment was sent,
-``local/flight/NAME`` what a message under way led to, ``local/pace`` the steps of each rank in a round, ``local/H``
-those of all, where they were measured, ``local/method`` the numbers of all rounds, ``local/rounds`` how often a
-schedule has changed them, ``local/round`` the next one of an elastic group, ``local/inner/...`` tensors of inner
-optimizers, where these are saved, too. Errors have the names that wires save them under; those of further fragments
-come after ``local/fragment/1/``.
+outer weights and their optimizer, ``local/number/...`` numbers of its state that are no tensors, ``local/own/NAME`` the
+replica itself, ``local/kept/NAME`` by how much it was ahead of the outer weights when the round began, ``local/ages``
+inner steps since each fragment was sent, ``local/flight/NAME`` what a message under way led to, ``local/pace`` the
+steps of each rank in a round, ``local/H`` those of all, where they were measured, ``local/method`` the numbers of all
+rounds, ``local/rounds`` how often a schedule has changed them, ``local/round`` the next one of an elastic group,
+``local/inner/...`` tensors of inner optimizers, where these are saved, too. Errors have the names that wires save them
+under; those of further fragments come after ``local/fragment/1/``.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ from gradwire.engine import StepResult
 from gradwire.engine.checkpoint import Saved, is_own, of_shard
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
-from gradwire.integrations.local.outer import on_host, require_own
+from gradwire.integrations.local.closing import restart
+from gradwire.integrations.local.outer import on_host, refuse_unsaved, require_own
 from gradwire.integrations.local.round_length import take_rounds
 from gradwire.integrations.model import distributed_as, local_part
 from gradwire.local.method import LocalMethod
@@ -36,6 +37,7 @@ _NUMBERS = ("H", "rate", "momentum", "nesterov", "alpha", "keep", "delay")  # of
 
 def save(handle: "LocalSync") -> dict[str, Tensor]:
     """This rank's state."""
+    refuse_unsaved(handle.outer)
     first, *others = handle.wires
     state = {"steps": torch.tensor(handle.steps), "inside": torch.tensor(handle.inside)}
     state["method"] = _numbers_of(handle.schedule)
@@ -98,14 +100,7 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
         if handle.group is not None:
             handle.group.resume(local)
         return
-    handle.arrive(early=True)
-    handle.outer.restart()
-    handle.outer.restart_buffers()
-    handle.inside = 0
-    if handle.uneven_steps is not None:
-        handle.uneven_steps.restart()
-    for fragment in handle.fragments:
-        fragment.age = 0
+    restart(handle)
 
 
 def _numbers_of(schedule: LocalMethod) -> Tensor:

@@ -18,13 +18,13 @@ from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import devices_differ, errors_on_all_ranks
 from gradwire.integrations.local import checkpoint
+from gradwire.integrations.local.closing import close
 from gradwire.integrations.local.elastic import ElasticGroup
 from gradwire.integrations.local.fragment import Fragment, fragments_of, split_names
 from gradwire.integrations.local.outer import OuterWeights, require_own
 from gradwire.integrations.local.report import LocalReport, summarize
 from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps, check_rounds, take_rounds
 from gradwire.integrations.local.start import Start
-from gradwire.integrations.ownership import release_local
 from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
 from gradwire.local.method import LocalMethod, OuterFactory, message_after
@@ -281,18 +281,17 @@ class LocalSync:
         head = f"{self.schedule}\nstep {self.steps}, {self.inside} of {H} in the round"
         return "\n".join((head, *map(str, self.wires)))
 
-    def close(self) -> None:
+    def close(self, keep_weights: bool = False) -> None:
         """End local steps: leave an elastic group, and have FSDP or DistributedDataParallel average gradients again.
 
         The optimizers call this handle no longer. Its report, its state and ``averaged()`` stay. A model that another
-        handle has taken over is left to that one. To train on, close it at the end of a round, where ``inside`` is 0.
+        handle has taken over is left to that one. To train on, close it at the end of a round, where ``inside`` is 0:
+        all ranks then end with the same weights. Inside a round, and in an elastic group, each keeps its own.
+
+        Args:
+            keep_weights: Leave the model as it is at the end of a round, too, as after other weights were loaded.
         """
-        for fragment in self.fragments:
-            fragment.wait()
-        if release_local(self):
-            self.closing.close()
-        if self.group is not None:
-            self.group.mesh.close()
+        close(self, keep_weights)
 
 
 def _refuse_change(group: ElasticGroup | None, spec: object) -> None:

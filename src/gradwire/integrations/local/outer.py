@@ -179,14 +179,21 @@ class OuterWeights:
                 x.copy_(state[f"rest/{name}"])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, buffers, the optimizer's rates and its state, as tensors on the CPU by kind and name."""
+        """Weights, buffers, the optimizer's rates and its state, as tensors on the CPU by kind and name.
+
+        Its numbers that are no tensors are below ``number/``.
+        """
         rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups], dtype=torch.float64)
         state: dict[str, Any] = {"rate": rates}
         state |= {f"outer/{name}": x for name, x in self.weights.items()}
         state |= {f"buffer/{name}": x for name, x in self.buffers.items()}
         for name, x in self.weights.items():
-            held = self.optimizer.state.get(x, {}).items()
-            state |= {f"optimizer/{key}/{name}": value for key, value in held if isinstance(value, Tensor)}
+            for key, value in self.optimizer.state.get(x, {}).items():
+                if isinstance(value, Tensor):
+                    state[f"optimizer/{key}/{name}"] = value
+                elif isinstance(value, bool | int | float):  # `item` gives it back as it was
+                    kind = torch.float64 if isinstance(value, float) else None
+                    state[f"number/{key}/{name}"] = torch.tensor(value, dtype=kind)
         return {name: on_host(x) for name, x in state.items()}
 
     @torch.no_grad()
@@ -202,15 +209,27 @@ class OuterWeights:
         places = {name: i for i, name in enumerate(self.weights)}
         for key, value in state.items():
             kind, _, rest = key.partition("/")
-            if kind == "optimizer":
+            if kind in ("optimizer", "number"):
                 slot, _, name = rest.partition("/")
-                saved["state"].setdefault(places[name], {})[slot] = value.clone()
+                held = value.clone() if kind == "optimizer" else value.item()
+                saved["state"].setdefault(places[name], {})[slot] = held
         self.optimizer.load_state_dict(saved)  # it knows which of them belong on the device
 
 
 def nonfinite_names(outer: OuterWeights) -> list[str]:
     """Parameters whose local weights are not finite."""
     return [name for name, x in outer.model_tensors().items() if name in outer.weights and not x.isfinite().all()]
+
+
+def refuse_unsaved(outer: OuterWeights) -> None:
+    """Refuse to save an optimizer's state that holds more than tensors and numbers, which would begin again."""
+    for name, x in outer.weights.items():
+        for key, value in outer.optimizer.state.get(x, {}).items():
+            if not isinstance(value, Tensor | bool | int | float | None):
+                raise ValueError(
+                    f"the outer optimizer {type(outer.optimizer).__name__} has {key!r} of {name!r} as a "
+                    f"{type(value).__name__}, and a state holds tensors and numbers; keep it as one of these"
+                )
 
 
 def require_own(outer: OuterWeights, call: str) -> None:

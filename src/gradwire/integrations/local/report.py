@@ -50,10 +50,6 @@ class LocalReport:
         return self.rounds.payload + (0 if self.start is None else self.start.payload)
 
     @property
-    def steps_per_round(self) -> float:
-        return self.local_steps / max(1, self.rounds.steps)
-
-    @property
     def payload_ratio(self) -> float:
         """Of the rounds: float32 bytes of all inner steps, over bytes encoded."""
         return _over(self.dense, self.rounds.payload)

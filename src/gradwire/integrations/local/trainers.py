@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -75,15 +75,17 @@ def _call_after_steps(outer: LocalSync, optimizers: Sequence[Optimizer], scaler:
     outer.closing.callback(_end_calls, last, hook)
     if scaler is None:
         return
-    step = scaler.step
+    step, reference = scaler.step, ref(outer)  # the scaler outlives a handle that another one replaces
 
     def counted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        before = outer.steps
-        if optimizer in optimizers and _hooks.get(last) is hook:
-            outer.average_gradients()  # so that all ranks skip a step of the start, or none
+        mine = reference()
+        if mine is None or optimizer not in optimizers or _hooks.get(last) is not hook:
+            return step(optimizer, *args, **kwargs)
+        before = mine.steps
+        mine.average_gradients()  # so that all ranks skip a step of the start, or none
         result = step(optimizer, *args, **kwargs)
-        if optimizer is last and _hooks.get(last) is hook and outer.steps == before:
-            outer()  # this rank alone may have skipped it, and all take part in a round
+        if optimizer is last and mine.steps == before:
+            mine()  # this rank alone may have skipped it, and all take part in a round
         return result
 
     scaler.step = counted  # type: ignore[method-assign]
