@@ -201,7 +201,7 @@ def test_a_rank_that_was_left_behind_catches_up(tmp_path: Path) -> None:
 
     def start(rank: int) -> None:
         nets[rank] = gradwire.gossip(
-            models[rank], "dpsgd(ring)", elastic=True, meeting=tmp_path, rank=rank, world=2, timeout=0.5
+            models[rank], "dpsgd(ring)", elastic=True, meeting=tmp_path, rank=rank, world=2, timeout=20.0
         )
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in (0, 1)]
@@ -216,6 +216,8 @@ def test_a_rank_that_was_left_behind_catches_up(tmp_path: Path) -> None:
     for thread in both:
         thread.join()
     assert torch.allclose(models[0][0].weight, models[1][0].weight, atol=1e-6)  # one round, half and half
+    for net in (first, second):
+        net.mesh.timeout = net.mesh.edges.timeout = 0.5
     for _ in range(30):
         first()
     assert first.report().dropped == 1 and first.step == 31
@@ -271,8 +273,10 @@ def test_a_rank_catches_up_with_one_that_steps_while_it_joins(tmp_path: Path, mo
 
 def test_a_rank_does_not_go_back_to_a_step_that_it_has_passed(tmp_path: Path) -> None:
     """Its neighbor had announced a later step, and is at an earlier one."""
-    nets = start(tmp_path, [build(), build()], "dpsgd(ring)", timeout=0.5)
+    nets = start(tmp_path, [build(), build()], "dpsgd(ring)")
     together(*nets)
+    for net in nets:
+        net.mesh.timeout = net.mesh.edges.timeout = 0.5
     nets[1].mesh.drop(0, "must connect again")
     for _ in range(8):
         nets[0]()

@@ -432,12 +432,12 @@ def test_a_state_that_takes_longer_than_the_timeout_is_awaited_while_it_arrives(
 
     def write_slowly(channel: SecureChannel, data: bytes, deadline: float = math.inf) -> None:
         for start in range(0, len(data), 100):
-            time.sleep(0.5 * (len(data) > 100))
+            time.sleep(0.6 * (len(data) > 100))
             write(channel, data[start : start + 100], deadline)
 
-    with opened(tmp_path, 0, 1, timeout=1.0, line=PAIR) as (a, b):
+    with opened(tmp_path, 0, 1, timeout=2.0, line=PAIR) as (a, b):
         assert b.await_peer(0)
-        a.join(0, lambda: bytes(700))
+        a._agreement.join(0, lambda: bytes(700), {})
         monkeypatch.setattr(SecureChannel, "_write", write_slowly)
         began, edge = time.monotonic(), b.edges.by_peer[0]
         assert b.pull(0) == (0, bytes(700))

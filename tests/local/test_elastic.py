@@ -303,10 +303,11 @@ def test_a_worker_that_dies_and_is_back_within_a_round_is_not_awaited_in_it(tmp_
 
 def test_a_worker_that_is_left_alone_says_so(tmp_path: Path, caplog: Any) -> None:
     """Workers whose messages came too late trained apart, without a word."""
-    first, second = elastic_workers(2, tmp_path, spec="local_sgd(H=1)", timeout=1.0)
+    first, second = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")
     train([first, second], 1)
     assert "alone" not in caplog.text
     second.outer.close()
+    first.outer.group.mesh.edges.timeout = 1.0
     first.train(3)
     assert caplog.text.count("rank 0 makes round 1 alone, without [1]; if they run") == 1
     assert caplog.text.count("alone") == 1

@@ -53,7 +53,7 @@ class SecureChannel:
         most_bytes: The longest body that is received. A frame that announces more ends the connection.
         seconds: How long the next bytes of a frame may take, once it has begun; all of it may take longer.
         last_read: When the last bytes came.
-        amid_frame: Whether the rest of a frame is still to come.
+        amid_frame: Whether a frame is being read, or processed by the thread that reads.
     """
 
     def __init__(self, line: socket.socket, most_bytes: int, seconds: float) -> None:
@@ -104,6 +104,7 @@ class SecureChannel:
 
     def receive(self, deadline: float = math.inf) -> tuple[int, int, int, bytes]:
         """The next frame: kind, step, index and body. It must end before the deadline."""
+        self.amid_frame = False  # not before: the frame before has been processed
         first = self._read(1, deadline)
         self.amid_frame = True
         head = first + self._read(first[0], deadline, self.seconds)
@@ -113,7 +114,6 @@ class SecureChannel:
         body = self._read(length, deadline, self.seconds)
         expected = _hmac(self._keys[1], self._received.to_bytes(8, "little"), head, body)[:_TAG]
         _check(expected, self._read(_TAG, deadline, self.seconds))
-        self.amid_frame = False
         self._received += 1
         return kind, step, index, body
 
