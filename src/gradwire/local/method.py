@@ -84,15 +84,20 @@ class LocalMethod:
             raise ValueError(f"{feedback} hands back signs, and a round needs the mean of differences; use residual")
         if "momentum" in feedback.memories and self.momentum:
             raise ValueError(f"{feedback} and the outer optimizer both have momentum; give one of them none")
-        if self.keep and (tuple(feedback.memories) != ("residual",) or self.alpha or self.delay or self.fragments != 1):
-            raise ValueError(
-                f"keep={self.keep} has workers start from their own errors, when a round of the whole model ends; use "
-                f"feedback='residual', not {feedback}, and leave alpha, delay and fragments out"
-            )
+        if self.keep:
+            self._check_keep()
         if exchange.delays:
             raise ValueError(f"{exchange} hands back the mean of the round before; use an exchange that is not delayed")
         if self.later:
             self._check_later()
+
+    def _check_keep(self) -> None:
+        why = f"keep={self.keep} has workers start from their own errors, when a round of the whole model ends"
+        if tuple(self.message.feedback.memories) != ("residual",):
+            raise ValueError(f"{why}; use feedback='residual', not {self.message.feedback}")
+        nothing = {"alpha": 0, "delay": 0, "fragments": 1}
+        if given := [f"{name}={n}" for name, none in nothing.items() if (n := getattr(self, name)) != none]:
+            raise ValueError(f"{why}; leave {' and '.join(given)} out")
 
     def _check_later(self) -> None:
         steps = [step for step, _ in self.later]
