@@ -46,7 +46,8 @@ def test_presets_print_what_they_stand_for() -> None:
     ("spec", "options", "named"),
     [
         ("topk(0.01)", {}, "topk"),
-        ("diloco(H=0)", {}, "H=0"),
+        ("diloco(H=0)", {}, "^H=0 must be a whole number of inner steps from 1; the round is"),
+        ("sparseloco(H=3, start=4, first=onebit_adam)", {}, "^'{0: twobit, .* where a codec belongs; .* int4$"),
         ("diloco(H=2, momentum=1.5)", {}, "momentum=1.5"),
         ("local_sgd(alpha=1.0)", {}, "alpha=1.0"),
         ("diloco(H=3, delay=3)", {}, "delay=3"),

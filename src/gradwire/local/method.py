@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwire.codecs import Codec, Quantizer, codec
-from gradwire.core import check_argument, is_count, parse, registered
+from gradwire.core import is_count, parse, registered
 from gradwire.engine import Method, Spec, method
 from gradwire.exchanges import AllGather, Exchange
 from gradwire.feedback import DecoupledMomentum, Feedback
@@ -60,21 +60,21 @@ class LocalMethod:
     kind: ClassVar[str] = "local"
 
     def __post_init__(self) -> None:
-        check_argument(self, "H", is_count(self.H), "a whole number of inner steps from 1")
-        check_argument(self, "rate", self.rate > 0.0, "a positive number")
-        check_argument(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
-        check_argument(self, "start", self.start == 0 or is_count(self.start), "a whole number of steps from 0")
-        check_argument(self, "alpha", 0.0 <= self.alpha < 1.0, "in [0, 1)")
-        check_argument(self, "keep", 0.0 <= self.keep <= 1.0, "in [0, 1]")
-        check_argument(self, "delay", is_count(self.delay, 0) and self.delay < self.H, "a whole number below H")
+        _check(self, "H", is_count(self.H), "a whole number of inner steps from 1")
+        _check(self, "rate", self.rate > 0.0, "a positive number")
+        _check(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
+        _check(self, "start", self.start == 0 or is_count(self.start), "a whole number of steps from 0")
+        _check(self, "alpha", 0.0 <= self.alpha < 1.0, "in [0, 1)")
+        _check(self, "keep", 0.0 <= self.keep <= 1.0, "in [0, 1]")
+        _check(self, "delay", is_count(self.delay, 0) and self.delay < self.H, "a whole number below H")
         object.__setattr__(self, "first", _frozen(self.first))
         steps = [step for step, _ in self.phases]
         rises = all(is_count(step, 0) for step in steps) and steps == sorted({0, *steps})
-        check_argument(self, "first", rises, "a codec, None, or a table of them that rises from step 0")
+        _check(self, "first", rises, "a codec, None, or a table of them that rises from step 0")
         inside = max(steps) < max(self.start, 1)
-        check_argument(self, "first", inside, f"a table whose steps are below start={self.start}")
+        _check(self, "first", inside, f"a table whose steps are below start={self.start}")
         patterns = isinstance(self.fragments, tuple) and all(isinstance(x, str) for x in self.fragments)
-        check_argument(
+        _check(
             self, "fragments", is_count(self.fragments) or patterns, "a whole number, or patterns as in ('a.*', '*')"
         )
         feedback, exchange = self.message.feedback, self.message.exchange
@@ -192,6 +192,14 @@ class LocalMethod:
     def outer(self, weights: Sequence[nn.Parameter]) -> Optimizer:
         """The optimizer of the outer weights."""
         return torch.optim.SGD(weights, lr=self.rate, momentum=self.momentum, nesterov=self.nesterov)
+
+
+def _check(rounds: LocalMethod, name: str, valid: bool, wanted: str) -> None:
+    """Refuse an argument of a round, and name it before the round, whose text is long."""
+    if not valid:
+        phases = ", ".join(f"{step}: {one}" for step, one in rounds.phases)
+        text = f"{{{phases}}}" if name == "first" else repr(getattr(rounds, name))
+        raise ValueError(f"{name}={text} must be {wanted}; the round is {rounds}")
 
 
 def _frozen(first: Any) -> Any:
