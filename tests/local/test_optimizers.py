@@ -27,6 +27,17 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         gradwire.local_lockstep([net, other], [fixtures.sgd(net), fixtures.sgd(net)], "diloco(H=2)")
 
 
+def test_a_forgotten_optimizer_is_told_where_it_belongs() -> None:
+    net, local, lockstep = fixtures.model(), gradwire.local, gradwire.local_lockstep
+    remedy = r"not 'diloco\(H=2\)'; write gradwire\.local\(model, optimizer, 'diloco\(H=2\)'\)"
+    with pytest.raises(TypeError, match=remedy):
+        local(net, "diloco(H=2)")  # type: ignore[call-arg, arg-type]
+    with pytest.raises(TypeError, match=remedy):
+        local(net, "diloco(H=2)", fixtures.sgd(net))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"gradwire\.local_lockstep\(models, optimizers, 'diloco\(H=2\)'\)"):
+        lockstep([net], "diloco(H=2)")  # type: ignore[call-arg, arg-type]
+
+
 def test_a_start_wants_all_optimizers() -> None:
     """One that it does not know would step by the gradients of this rank alone."""
     net = fixtures.model()

@@ -23,7 +23,7 @@ from gradwire.integrations.compress import connect_model
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.elastic_place import LOOPBACK, ElasticPlace, elastic_place_of
-from gradwire.integrations.entry_point import COMPRESS
+from gradwire.integrations.entry_point import COMPRESS, steps_locally
 from gradwire.integrations.grad_scaler import has_scaler
 from gradwire.integrations.local.elastic import ElasticGroup, elastic_method
 from gradwire.integrations.local.handle import LocalSync
@@ -39,6 +39,7 @@ _hooks: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 @renamed_argument("launch_mb", "bucket_mb")
+@steps_locally("model", "optimizer")
 def local(
     model: nn.Module,
     optimizer: Optimizers,

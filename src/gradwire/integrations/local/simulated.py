@@ -13,7 +13,7 @@ from gradwire.engine import Spec, StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
-from gradwire.integrations.entry_point import LOCKSTEP
+from gradwire.integrations.entry_point import LOCKSTEP, steps_locally
 from gradwire.integrations.local.attach import Optimizers, checked_optimizers, hook_steps, require_averaged, setup_of
 from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.handle import LocalSync
@@ -126,6 +126,7 @@ class SimulatedLocal:
             fragment.pending_result = CompletedFuture([StepResult(updates, result.skipped)])
 
 
+@steps_locally("models", "optimizers")
 def local_lockstep(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizers],
