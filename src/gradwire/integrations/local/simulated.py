@@ -18,7 +18,7 @@ from gradwire.integrations.local.attach import Optimizers, checked_optimizers, h
 from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.local.report import LocalReport
-from gradwire.integrations.setup import Options
+from gradwire.integrations.setup import Options, check_options
 from gradwire.integrations.simulated import SimulatedBackend, SimulatedGroup, lockstep_group
 from gradwire.local.method import LocalMethod, OuterFactory
 
@@ -51,6 +51,8 @@ class SimulatedLocal:
                 "replicas of one process run at one speed and end together, and their loop unscales gradients; leave "
                 f"{refused[0]}= out"
             )
+        known = "codec", "feedback", "exchange", "outer", "outer_device", "across"
+        check_options("gradwire.local_lockstep", options, known, "local")
         pairs = zip(models, optimizers, strict=True)
         inner = [checked_optimizers(given, chosen, model, warn=not i) for i, (model, given) in enumerate(pairs)]
         for model in models[1:]:
