@@ -38,6 +38,19 @@ def test_a_forgotten_optimizer_is_told_where_it_belongs() -> None:
         lockstep([net], "diloco(H=2)")  # type: ignore[call-arg, arg-type]
 
 
+@pytest.mark.parametrize("first", ["compress", "local"])
+def test_one_rank_refuses_a_wire_and_local_steps_as_two_do(first: str) -> None:
+    net = fixtures.model()
+    calls = {
+        "compress": lambda: gradwire.compress(net, "int4"),
+        "local": lambda: gradwire.local(net, fixtures.sgd(net), "diloco(H=2)"),
+    }
+    earlier = calls.pop(first)()
+    with pytest.raises(ValueError, match="local steps"):
+        next(iter(calls.values()))()
+    assert earlier.report()
+
+
 def test_a_start_wants_all_optimizers() -> None:
     """One that it does not know would step by the gradients of this rank alone."""
     net = fixtures.model()

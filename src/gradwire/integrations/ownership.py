@@ -58,7 +58,7 @@ def release_local(handle: object) -> bool:
 
 def _wired(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
     for wire in _owners:
-        if 1 < world <= wire.link.world and (name := _shared(parameters, wire.parameters.values())):
+        if _covers(wire.link.world, world) and (name := _shared(parameters, wire.parameters.values())):
             return (
                 f"the gradient of {name!r} is averaged by a wire in every step, so local steps would have no effect; "
                 "delete the wire and its calls, or let it average over the ranks of a host with process_group="
@@ -68,13 +68,18 @@ def _wired(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
 
 def _stepped(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
     for theirs, ranks in _local.values():
-        if 1 < ranks <= world and (name := _shared(parameters, theirs.values())):
+        if _covers(world, ranks) and (name := _shared(parameters, theirs.values())):
             return (
                 f"gradwire.local takes local steps of {name!r}, and a wire that averages its gradient in every step "
                 "would make them useless; call close() of the handle first, or let the wire average over the ranks of "
                 "a host with process_group="
             )
     return None
+
+
+def _covers(averaged: int, stepped: int) -> bool:
+    """Whether a wire over so many ranks undoes local steps of so many. One rank alone is refused as all of them are."""
+    return 1 < stepped <= averaged or stepped == averaged == 1
 
 
 def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str | None:
