@@ -42,6 +42,17 @@ def test_presets_print_what_they_stand_for() -> None:
     assert "Nesterov(rate=0.7, momentum=0.9)" in str(gradwire.parse("diloco(H=30)"))
 
 
+def test_a_handle_prints_the_outer_optimizer_in_use_and_its_rate_now() -> None:
+    net = fixtures.model()
+    schedule = "local_schedule({0: diloco(H=2), 4: diloco(H=4)})"
+    given = gradwire.local(net, fixtures.sgd(net), schedule, outer=lambda weights: torch.optim.Adam(weights, 1e-3))
+    assert str(given).count("outer=Adam\n") == str(given).count("outer=Adam;") == 1 and "Nesterov" not in str(given)
+    assert "step 0, 0 of 2 in the round, outer rate 0.001\n" in str(given)
+    own = gradwire.local(net, fixtures.sgd(net), "diloco(H=2)")
+    own.optimizer.param_groups[0]["lr"] = 0.35  # as a scheduler does
+    assert "outer=Nesterov(rate=0.7, momentum=0.9)" in str(own) and "in the round, outer rate 0.35\n" in str(own)
+
+
 @pytest.mark.parametrize(
     ("spec", "options", "named"),
     [

@@ -116,13 +116,17 @@ class LocalMethod:
                 raise ValueError("only the first rounds have a start, and none has later rounds of its own")
 
     def __str__(self) -> str:
-        kind = "Nesterov" if self.nesterov else "SGD"
+        return self.text()
+
+    def text(self, optimizer: str = "") -> str:
+        """All rounds in words, with the name of an outer optimizer that is used in place of their own."""
         momentum = f", momentum={self.momentum}" if self.momentum else ""
+        outer = optimizer or f"{'Nesterov' if self.nesterov else 'SGD'}(rate={self.rate}{momentum})"
         own = "".join(f", {name}={n}" for name in ("alpha", "keep", "delay") if (n := getattr(self, name)))
         if self.fragments != 1:
             own += f", fragments={self.fragments}{'' if self.stagger else ' together'}"
-        whole = f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{self._start_text()}"
-        return "; ".join((whole, *(f"from step {step} {rounds}" for step, rounds in self.later)))
+        whole = f"H={self.H}, {self.message}, outer={outer}{own}{self._start_text()}"
+        return "; ".join((whole, *(f"from step {step} {rounds.text(optimizer)}" for step, rounds in self.later)))
 
     def _start_text(self) -> str:
         how = ["on the same batches" if one is None else f"by gradients as {one}" for _, one in self.phases]
