@@ -1,5 +1,6 @@
 """The handle of local steps: its start, reports, other specs, other worlds, and what it refuses."""
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -250,13 +251,18 @@ def test_the_first_rounds_tell_how_long_others_should_be(monkeypatch: pytest.Mon
     assert resumed.method.H == 4, "H was set after it was measured"
 
 
-def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes() -> None:
+@pytest.mark.parametrize(("message", "fits", "chosen"), [(0.5, 25, 25), (20.0, 1000, 30)])
+def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes(
+    message: float, fits: int, chosen: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No longer round is taken than one whose loss was measured."""
     rounds = round_length.MeasuredRounds()
     run(rounds.agree(torch.device("cpu"), 5), lambda _: pytest.fail("one round is not enough"))
-    pairs = [[0.1, 3.0], [0.2, 1.0], [0.05, 4.0]]
+    pairs = [[0.1, 3.0 + message], [0.2, message], [0.05, 4.0 + message]]
     payloads = [Payload(as_bytes(torch.tensor(pair, dtype=torch.float64))) for pair in pairs]
-    run(rounds.agree(torch.device("cpu"), 5), lambda _: [payloads])
-    assert rounds.chosen == 50
+    with caplog.at_level(logging.INFO, "gradwire"):
+        run(rounds.agree(torch.device("cpu"), 5), lambda _: [payloads])
+    assert rounds.chosen == chosen and f"takes H={chosen}; " in caplog.text and f"from H={fits} on" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"uneven": True}, {"spec": "diloco(H=4, delay=1)"}])

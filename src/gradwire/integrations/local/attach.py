@@ -88,7 +88,7 @@ def local(
         uneven: Whether ranks take as many steps in a round as their speed allows, H on average, so that all end it at
             about the same time. Differences are weighted by steps, but in a mean over senders.
         auto: Whether H is measured: after two rounds of the spec's H, it is the shortest after which a step takes at
-            most 1.1 times its computing. `report()` and ``print`` show it.
+            most 1.1 times its computing, or 30, if that is shorter. ``print`` shows it.
         granularity: As for `compress`; so are the arguments below.
         rules: Exceptions, tried in order before the codec.
         bundle: The codec of 1-D tensors, which are sent together, if the others are compressed.
