@@ -134,7 +134,10 @@ def local(
                 "process_group=, link= and uneven= out"
             )
         if ddp is not None and 1 < ddp.process_group.size() == backend.world:
-            raise ValueError("DistributedDataParallel averages gradients over all ranks; pass the module inside of it")
+            raise ValueError(
+                "DistributedDataParallel averages gradients over all ranks; pass the module inside of it, and call "
+                "that module in the loop, without DDP, which would average in every step"
+            )
         chosen = COMPRESS.rounds(spec, codec, feedback, exchange)
         inner = model if ddp is None else ddp.module
         options = Options(None, None, granularity, rules, bundle, scaler, seed, bucket_mb, rollback)
