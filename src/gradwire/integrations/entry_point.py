@@ -68,7 +68,7 @@ def steps_locally(models: str, optimizers: str) -> Callable[[Callable[P, T]], Ca
             if isinstance(second, str | LocalMethod):
                 spec = repr(second) if isinstance(second, str) else "method"
                 raise TypeError(
-                    f"the second argument of gradwire.{function.__name__} must be {optimizers}, not {str(second)!r}; "
+                    f"gradwire.{function.__name__} takes {optimizers}= as its second argument, not {str(second)!r}; "
                     f"write gradwire.{function.__name__}({models}, {optimizers}, {spec})"
                 )
             return function(*args, **kwargs)
