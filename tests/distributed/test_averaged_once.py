@@ -3,7 +3,9 @@
 All cases run in one group, one after the other: a refused call leaves the group fit for the next.
 """
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -296,6 +298,35 @@ allowances = cases_fixture(allow, 2, {name: name for name in ALLOWED})
 @pytest.mark.parametrize("case", ALLOWED)
 def test_gradients_that_are_averaged_once_are_not_refused(case: str, allowances: Answers):
     assert allowances[case] == [fixtures.NO_ERROR] * 2
+
+
+def called_ddp(rank: int, world: int, call: str) -> list[str]:
+    """Warnings of two steps whose loop calls a DDP around the model, or what is inside of it."""
+    net = fixtures.model()
+    ddp, optimizer = fixtures.ddp(net), fixtures.sgd(net)
+    refused = fixtures.error_text(lambda: gradwire.local(ddp, optimizer, "diloco(H=2)"))
+    assert "call that module in the loop, without DDP" in refused
+    outer = gradwire.local(ddp.module, optimizer, "diloco(H=2)")
+    with warnings.catch_warnings(record=True) as seen, ddp.no_sync() if call == "no_sync" else nullcontext():
+        warnings.simplefilter("always")
+        for step in range(2):
+            fixtures.loss(net if call == "module" else ddp, rank, step).backward()
+            optimizer.step()
+            outer()
+        outer.close()
+        fixtures.loss(ddp, rank, 2)
+        with torch.no_grad():
+            fixtures.loss(ddp, rank, 2)
+    return [str(one.message) for one in seen if "local steps" in str(one.message)]
+
+
+ddp_calls = cases_fixture(called_ddp, 2, {name: name for name in ("ddp", "module", "no_sync")})
+
+
+@pytest.mark.parametrize(("case", "count"), [("ddp", 1), ("module", 0), ("no_sync", 0)])
+def test_a_ddp_around_what_takes_local_steps_is_warned_of_where_it_is_called(case: str, count: int, ddp_calls: Answers):
+    first, second = ddp_calls[case]
+    assert len(first) == count and second == [] and all("ddp.module" in text for text in first)
 
 
 def alone(rank: int, world: int) -> str:

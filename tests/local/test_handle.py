@@ -1,5 +1,6 @@
 """The handle of local steps: its start, reports, other specs, other worlds, and what it refuses."""
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,23 @@ def test_presets_print_what_they_stand_for() -> None:
     assert "Nesterov(rate=0.7, momentum=0.9)" in str(gradwire.parse("diloco(H=30)"))
 
 
+def test_a_handle_prints_the_outer_optimizer_in_use_and_its_rate_now() -> None:
+    net = fixtures.model()
+    schedule = "local_schedule({0: diloco(H=2), 4: diloco(H=4)})"
+    given = gradwire.local(net, fixtures.sgd(net), schedule, outer=lambda weights: torch.optim.Adam(weights, 1e-3))
+    assert str(given).count("outer=Adam\n") == str(given).count("outer=Adam;") == 1 and "Nesterov" not in str(given)
+    assert "step 0, 0 of 2 in the round, outer rate 0.001\n" in str(given)
+    own = gradwire.local(net, fixtures.sgd(net), "diloco(H=2)")
+    own.optimizer.param_groups[0]["lr"] = 0.35  # as a scheduler does
+    assert "outer=Nesterov(rate=0.7, momentum=0.9)" in str(own) and "in the round, outer rate 0.35\n" in str(own)
+
+
 @pytest.mark.parametrize(
     ("spec", "options", "named"),
     [
         ("topk(0.01)", {}, "topk"),
-        ("diloco(H=0)", {}, "H=0"),
+        ("diloco(H=0)", {}, "^H=0 must be a whole number of inner steps from 1; the round is"),
+        ("sparseloco(H=3, start=4, first=onebit_adam)", {}, "^'{0: twobit, .* where a codec belongs; .* int4$"),
         ("diloco(H=2, momentum=1.5)", {}, "momentum=1.5"),
         ("local_sgd(alpha=1.0)", {}, "alpha=1.0"),
         ("diloco(H=3, delay=3)", {}, "delay=3"),
@@ -248,13 +261,18 @@ def test_the_first_rounds_tell_how_long_others_should_be(monkeypatch: pytest.Mon
     assert resumed.method.H == 4, "H was set after it was measured"
 
 
-def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes() -> None:
+@pytest.mark.parametrize(("message", "fits", "chosen"), [(0.5, 25, 25), (20.0, 1000, 30)])
+def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes(
+    message: float, fits: int, chosen: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No longer round is taken than one whose loss was measured."""
     rounds = round_length.MeasuredRounds()
     run(rounds.agree(torch.device("cpu"), 5), lambda _: pytest.fail("one round is not enough"))
-    pairs = [[0.1, 3.0], [0.2, 1.0], [0.05, 4.0]]
+    pairs = [[0.1, 3.0 + message], [0.2, message], [0.05, 4.0 + message]]
     payloads = [Payload(as_bytes(torch.tensor(pair, dtype=torch.float64))) for pair in pairs]
-    run(rounds.agree(torch.device("cpu"), 5), lambda _: [payloads])
-    assert rounds.chosen == 50
+    with caplog.at_level(logging.INFO, "gradwire"):
+        run(rounds.agree(torch.device("cpu"), 5), lambda _: [payloads])
+    assert rounds.chosen == chosen and f"takes H={chosen}; " in caplog.text and f"from H={fits} on" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"uneven": True}, {"spec": "diloco(H=4, delay=1)"}])

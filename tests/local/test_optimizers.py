@@ -27,6 +27,30 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         gradwire.local_lockstep([net, other], [fixtures.sgd(net), fixtures.sgd(net)], "diloco(H=2)")
 
 
+def test_a_forgotten_optimizer_is_told_where_it_belongs() -> None:
+    net, local, lockstep = fixtures.model(), gradwire.local, gradwire.local_lockstep
+    remedy = r"not 'diloco\(H=2\)'; write gradwire\.local\(model, optimizer, 'diloco\(H=2\)'\)"
+    with pytest.raises(TypeError, match=remedy):
+        local(net, "diloco(H=2)")  # type: ignore[call-arg, arg-type]
+    with pytest.raises(TypeError, match=remedy):
+        local(net, "diloco(H=2)", fixtures.sgd(net))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"gradwire\.local_lockstep\(models, optimizers, 'diloco\(H=2\)'\)"):
+        lockstep([net], "diloco(H=2)")  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize("first", ["compress", "local"])
+def test_one_rank_refuses_a_wire_and_local_steps_as_two_do(first: str) -> None:
+    net = fixtures.model()
+    calls = {
+        "compress": lambda: gradwire.compress(net, "int4"),
+        "local": lambda: gradwire.local(net, fixtures.sgd(net), "diloco(H=2)"),
+    }
+    earlier = calls.pop(first)()
+    with pytest.raises(ValueError, match="local steps"):
+        next(iter(calls.values()))()
+    assert earlier.report()
+
+
 def test_a_start_wants_all_optimizers() -> None:
     """One that it does not know would step by the gradients of this rank alone."""
     net = fixtures.model()

@@ -184,7 +184,7 @@ def test_sparseloco_sends_signs_of_the_largest_and_averages_over_senders(keep: f
 
 @pytest.mark.parametrize("other", ["alpha=0.5", "delay=1"])
 def test_kept_errors_refuse_rounds_that_do_not_end_at_once(other: str) -> None:
-    with pytest.raises(ValueError, match="keep"):
+    with pytest.raises(ValueError, match=f"keep=1.0 .* ends; leave {other} out$"):
         gradwire.parse(f"sparseloco(H=3, keep=1.0, {other})")
 
 

@@ -32,7 +32,11 @@ def test_the_text_names_all_phases() -> None:
 
 @pytest.mark.parametrize(
     ("first", "start", "named"),
-    [("{1: int4}", 4, "first="), ("{0: int8, 4: int4}", 4, "start=4"), ("{0: None, 2: int4, 1: int8}", 4, "first=")],
+    [
+        ("{1: int4}", 4, "^first={1: int4} must be a codec"),
+        ("{0: int8, 4: int4}", 4, "start=4"),
+        ("{0: None, 2: int4, 1: int8}", 4, "first="),
+    ],
 )
 def test_a_table_rises_from_zero_and_ends_in_the_start(first: str, start: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):

@@ -551,7 +551,9 @@ def step_once(spec: str, make: Any) -> None:
 def test_specs_that_starve_an_adaptive_optimizer_are_warned_of_once(spec: str, make: Any) -> None:
     with pytest.warns(gradwire.OptimizerWarning, match=make.__name__) as seen:
         step_once(spec, make)
-    assert len([one for one in seen if one.category is gradwire.OptimizerWarning]) == 1
+    (text,) = [str(one.message) for one in seen if one.category is gradwire.OptimizerWarning]
+    sent = "entries rarely" if "topk" in spec else "every entry coarsely in every step"
+    assert text.startswith(f"'{spec}' under residual sends {sent}")
 
 
 class Own(torch.optim.Optimizer):

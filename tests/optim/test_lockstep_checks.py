@@ -83,3 +83,14 @@ def test_workers_may_share_a_model_and_its_adamw() -> None:
     workers = gradwire.lockstep(models * WORLD, ONEBIT, optimizers=steppers * WORLD)
     train(models, workers, steppers, START + 2)
     assert steppers[0].frozen.denominators().keys() == {models[0].weight}
+
+
+def test_unknown_options_are_refused_by_the_name_of_what_was_called() -> None:
+    models = replicas()
+    given = optimizers(models, torch.optim.AdamW)
+    with pytest.raises(TypeError, match=r"gradwire\.lockstep has no option optimizer; did you mean optimizers=\?"):
+        gradwire.lockstep(models, "int4", optimizer=given[0])
+    with pytest.raises(TypeError, match=r"gradwire\.local_lockstep has no option outr; did you mean outer=\?"):
+        gradwire.local_lockstep(models, given, "diloco(H=2)", outr=None)
+    with pytest.warns(DeprecationWarning, match="bucket_mb"):
+        gradwire.lockstep(models, "int4", launch_mb=1.0)

@@ -183,7 +183,7 @@ def codec(spec: "str | Stage | Codec") -> Codec:
         return Codec.of((made,))
     if not isinstance(made, Codec):
         kind = getattr(made, "kind", type(made).__name__)
-        raise ValueError(f"{spec!r} is of kind {kind} where a codec belongs; write for example topk(0.01) | sign")
+        raise ValueError(f"{str(spec)!r} is of kind {kind} where a codec belongs; write for example int4")
     return made
 
 

@@ -116,7 +116,7 @@ def compress_from(
         link: See there.
         others: The options of `Options`.
     """
-    check_options(entry, others)
+    check_options(entry.name, others)
     wrapper, replicated = find_ddp(model), find_replicated(model)
     ddp, inner = wrapper or replicated, model if wrapper is None else wrapper.module
     replicas, backend = connect_model(model, link, process_group if ddp is None else ddp.process_group, across)

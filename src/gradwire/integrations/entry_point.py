@@ -1,7 +1,9 @@
 """Entry points: the functions that users call, so that errors name the remedies of that function."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from gradwire.codecs import Codec, Stage
 from gradwire.core import parse
@@ -9,6 +11,8 @@ from gradwire.engine import Method, Spec
 from gradwire.exchanges import Exchange
 from gradwire.local.method import LocalMethod, local_method
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _BUILD = "build opt = gradwire.AdamW(model.parameters(), ...), and "
 
 
@@ -47,6 +51,31 @@ class EntryPoint:
                 f"'sparseloco(H=5)', which may send another codec=..."
             )
         return local_method(spec, *parts)
+
+
+def steps_locally(models: str, optimizers: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function that takes optimizers before a spec: says so where the spec is in their place.
+
+    Args:
+        models: What stands for its first argument in the remedy.
+        optimizers: What stands for its second one.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            second = args[1] if len(args) > 1 else None
+            if isinstance(second, str | LocalMethod):
+                spec = repr(second) if isinstance(second, str) else "method"
+                raise TypeError(
+                    f"gradwire.{function.__name__} takes {optimizers}= as its second argument, not {str(second)!r}; "
+                    f"write gradwire.{function.__name__}({models}, {optimizers}, {spec})"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 COMPRESS = EntryPoint(

@@ -59,7 +59,7 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         backend, named = find_backend(link, process_group, across), list(named_parameters)
         with errors_on_all_ranks(backend):
-            check_options(WRAPPED_OPTIMIZER, options)
+            check_options(WRAPPED_OPTIMIZER.name, options)
             chosen = Options(**options)
             check_scaler(scaler)
             WRAPPED_OPTIMIZER.refuse_local_steps(spec)

@@ -1,10 +1,12 @@
 """A warning for specs that starve an adaptive optimizer.
 
-Error feedback sends an entry rarely, and then all at once. An optimizer that divides by the root of a second moment
-takes that for one step's gradient: its second moment holds a spike, and its first moment decays until the next one.
-Training is then far slower than dense training, though nothing fails.
+With few entries a step, error feedback sends an entry rarely, and then all at once. An optimizer that divides by the
+root of a second moment takes that for one step's gradient: its second moment holds a spike, and its first moment decays
+until the next one. With single bits or a low rank every entry is sent, but what it adds up from earlier steps is in the
+second moment as well. Training is then far slower than dense training, though nothing fails.
 """
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -13,10 +15,12 @@ from gradwire.engine import Plan
 from gradwire.engine.method import starves_adaptive
 from gradwire.integrations.entry_point import EntryPoint
 from gradwire.integrations.trainer_warnings import warn_user
+from gradwire.integrations.wire import Wire
 
 _ADAPTIVE_OPTIONS = {"betas", "alpha", "lr_decay"}  # Adam's kind and Lion, RMSprop, Adagrad
 _told: "WeakKeyDictionary[object, set[str]]" = WeakKeyDictionary()  # warnings given so far, by wire or optimizer
 _STATES = {"exp_avg_sq", "square_avg", "exp_avg_sq_row", "row_var"}  # also Adadelta and Adafactor
+_DENSE = "every entry coarsely in every step, with what earlier steps left out", "that as if it were"
 
 
 class OptimizerWarning(UserWarning):
@@ -38,7 +42,7 @@ def _is_muon(optimizer: Optimizer) -> bool:
     return "muon" in type(optimizer).__name__.lower()
 
 
-def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: object, entry: EntryPoint, alone: bool) -> None:
+def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: Wire, entry: EntryPoint, alone: bool) -> None:
     """Warn of a spec that an adaptive optimizer should not follow, once for all optimizers of a wire.
 
     Trainers have an optimizer checked when they attach, and it is checked again when it first steps. Python shows a
@@ -51,25 +55,35 @@ def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: object, entry: Entry
         entry: What the user called.
         alone: Whether the optimizer steps all that the wire compresses. If not, the remedy must serve others, too.
     """
-    why = why_starved(plan, type(optimizer).__name__)
+    why = why_starved(plan, type(optimizer).__name__, wire.setup.written)
     if not why or not is_adaptive(optimizer):
         return
-    told, about = [_told.setdefault(one, set()) for one in (wire, optimizer)], why_starved(plan, "another one")
+    told = [_told.setdefault(one, set()) for one in (wire, optimizer)]
+    about = why_starved(plan, "another one")
     if not any(about in texts for texts in told):
         warn_user(f"{why} {_remedy(optimizer, entry, alone)}", OptimizerWarning)
     for texts in told:
         texts.add(about)
 
 
-def why_starved(plan: Plan, optimizer: str) -> str:
-    """What a plan would do to an adaptive optimizer of this name; nothing, if it does not starve it."""
+def why_starved(plan: Plan, optimizer: str, written: Mapping[str, str] | None = None) -> str:
+    """What a plan would do to an adaptive optimizer of this name; nothing, if it does not starve it.
+
+    Args:
+        plan: Of what the optimizer steps.
+        optimizer: Its name.
+        written: The specs as the user wrote them, by the label of their rule.
+    """
     for lane in plan.lanes:
         _, codec, exchange = lane.step_table[-1]
         if starves_adaptive(codec, lane.feedback, exchange):
-            spec = exchange if exchange.compresses_in_protocol else codec
+            made = exchange if exchange.compresses_in_protocol else codec
+            given = (written or {}).get(lane.label, "feedback=")  # or what was given beside the spec
+            spec = made if given.startswith("feedback=") else given
+            sent, like = ("entries rarely", "them as if they were") if codec.selector else _DENSE
             return (
-                f"{spec} under {lane.feedback} sends entries rarely, and {optimizer} normalizes them as if they were "
-                "one step's gradient: expect a far worse loss than that of dense training."
+                f"{spec} under {lane.feedback} sends {sent}, and {optimizer} normalizes {like} one step's gradient: "
+                "expect a far worse loss than that of dense training."
             )
     return ""
 

@@ -3,13 +3,20 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradwire.integrations.trainer_warnings import warn_user
 from gradwire.integrations.wire import Wire
 
+_CALLED = (
+    "the loop calls a DistributedDataParallel around the model that takes local steps, and it averages gradients in "
+    "every step; call the module inside of it, ddp.module"
+)
 _owners: weakref.WeakSet[Wire] = weakref.WeakSet()  # wires that loops and optimizers call
 _local: "weakref.WeakKeyDictionary[object, tuple[Mapping[str, nn.Parameter], int]]" = weakref.WeakKeyDictionary()
 
@@ -49,6 +56,25 @@ def register_local(handle: object, parameters: Mapping[str, nn.Parameter], world
         if _shared(parameters, theirs.values()):
             release_local(earlier)
     _local[handle] = parameters, world
+    if world > 1:
+        _watch_ddp(handle, parameters, world)
+
+
+def _watch_ddp(handle: object, parameters: Mapping[str, nn.Parameter], world: int) -> None:
+    """Warn once, on rank 0, if a DistributedDataParallel averages in every step what takes local steps."""
+    reference, told = weakref.ref(handle), list[str]()
+
+    def note(ddp: DistributedDataParallel, args: Any) -> None:
+        if torch.compiler.is_compiling() or told or reference() not in _local:
+            return
+        stopped = not (ddp.training and ddp.require_backward_grad_sync and torch.is_grad_enabled())
+        if not stopped and ddp.process_group.rank() == 0 and not ddp._comm_hooks:
+            told.append(_CALLED)
+            warn_user(_CALLED)
+
+    for ddp in _ddps():
+        if world <= ddp.process_group.size() and _shared(parameters, ddp.parameters()):
+            weakref.finalize(handle, ddp.register_forward_pre_hook(note).remove)
 
 
 def has_local(handle: object) -> bool:
@@ -63,7 +89,7 @@ def release_local(handle: object) -> bool:
 
 def _wired(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
     for wire in _owners:
-        if 1 < world <= wire.link.world and (name := _shared(parameters, wire.parameters.values())):
+        if _covers(wire.link.world, world) and (name := _shared(parameters, wire.parameters.values())):
             return (
                 f"the gradient of {name!r} is averaged by a wire in every step, so local steps would have no effect; "
                 "delete the wire and its calls, or let it average over the ranks of a host with process_group="
@@ -73,13 +99,18 @@ def _wired(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
 
 def _stepped(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
     for theirs, ranks in _local.values():
-        if 1 < ranks <= world and (name := _shared(parameters, theirs.values())):
+        if _covers(world, ranks) and (name := _shared(parameters, theirs.values())):
             return (
                 f"gradwire.local takes local steps of {name!r}, and a wire that averages its gradient in every step "
                 "would make them useless; call close() of the handle first, or let the wire average over the ranks of "
                 "a host with process_group="
             )
     return None
+
+
+def _covers(averaged: int, stepped: int) -> bool:
+    """Whether a wire over so many ranks undoes local steps of so many. One rank alone is refused as all of them are."""
+    return 1 < stepped <= averaged or stepped == averaged == 1
 
 
 def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str | None:
@@ -91,15 +122,19 @@ def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str 
                 f"the parameter {name!r} has a wire already, and would be averaged twice; change the spec with "
                 f"wire.set(...){other}"
             )
-    # A parameter does not refer to the DistributedDataParallel that averages it, but every object refers to its class.
-    kinds = DistributedDataParallel, *DistributedDataParallel.__subclasses__()
-    for ddp in [x for x in gc.get_referrers(*kinds) if isinstance(x, DistributedDataParallel)]:
+    for ddp in _ddps():
         if name := _shared(parameters, (p for p in ddp.parameters() if p.requires_grad)):
             return (
                 f"the gradient of {name!r} is averaged by a DistributedDataParallel already; pass that module to "
                 "gradwire.compress, or train without it"
             )
     return None
+
+
+def _ddps() -> list[DistributedDataParallel]:
+    """All that there are. A parameter does not refer to the one that averages it, but every object to its class."""
+    kinds = DistributedDataParallel, *DistributedDataParallel.__subclasses__()
+    return [x for x in gc.get_referrers(*kinds) if isinstance(x, DistributedDataParallel)]
 
 
 def _shared(parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor]) -> str | None:

@@ -1,5 +1,6 @@
 """Setup: from a spec and options to a plan that all ranks agree on, and to this rank's engine."""
 
+import difflib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -59,10 +60,19 @@ class Options:
         return int(self.bucket_mb * 2**20)
 
 
-def check_options(entry: EntryPoint, given: Iterable[str]) -> None:
-    """Refuse unknown options."""
-    if unknown := sorted(set(given) - Options.__dataclass_fields__.keys()):
-        raise TypeError(f"{entry.name} has no option {', '.join(unknown)}; help(gradwire.compress) has all of them")
+def check_options(name: str, given: Iterable[str], others: Sequence[str] = (), whose: str = "compress") -> None:
+    """Refuse unknown options.
+
+    Args:
+        name: What the user calls.
+        given: Names of options.
+        others: That it has, beside those of `Options`.
+        whose: The function whose docstring has all of them.
+    """
+    known = [*others, *Options.__dataclass_fields__]
+    if unknown := sorted(set(given) - set(known)):
+        near = "".join(f"did you mean {found}=? " for found in difflib.get_close_matches(unknown[0], known, n=1))
+        raise TypeError(f"{name} has no option {', '.join(unknown)}; {near}help(gradwire.{whose}) has all of them")
 
 
 @dataclass

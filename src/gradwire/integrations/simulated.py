@@ -24,7 +24,7 @@ from gradwire.integrations.adamw_moments import attach_optimizer
 from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
 from gradwire.integrations.optimizer import check_at_first_step
-from gradwire.integrations.setup import Options, Setup
+from gradwire.integrations.setup import Options, Setup, check_options
 from gradwire.integrations.wire import Wire, kept_back, write_missing
 
 
@@ -133,6 +133,7 @@ class SimulatedWorkers(SimulatedGroup):
     ) -> None:
         if not models:
             raise ValueError("lockstep got no replica to train; pass a list of models of the same shape")
+        check_options(LOCKSTEP.name, options, ("across", "optimizers"), "lockstep")
         if options.get("scaler") is not None:
             raise ValueError("lockstep takes no GradScaler; unscale the gradients of all replicas before the call")
         LOCKSTEP.refuse_local_steps(spec)
@@ -166,5 +167,13 @@ def lockstep_group(world: int, across: Across | None) -> Lockstep:
 
 
 def lockstep(models: Sequence[nn.Module], spec: Spec, **options: Any) -> SimulatedWorkers:
-    """Compress the gradients of N replicas in this process; options as for `compress`. Replicas start as the first."""
+    """Compress the gradients of N replicas in this process. Replicas start as the first.
+
+    Args:
+        models: The replicas; the loop calls what is returned after all of them have run ``backward()``.
+        spec: As for `compress`.
+        options: ``optimizers=``, a list of the optimizer of each replica, which methods such as ``"onebit_adam"`` need;
+            ``across=`` as ``"hosts"`` or the ranks of each host; ``feedback``, ``exchange``, ``granularity``,
+            ``rules``, ``bundle``, ``seed``, ``bucket_mb`` and ``rollback`` as for `compress`.
+    """
     return SimulatedWorkers(models, spec, **options)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwire.codecs import Codec, Quantizer, codec
-from gradwire.core import check_argument, is_count, parse, registered
+from gradwire.core import is_count, parse, registered
 from gradwire.engine import Method, Spec, method
 from gradwire.exchanges import AllGather, Exchange
 from gradwire.feedback import DecoupledMomentum, Feedback
@@ -60,21 +60,21 @@ class LocalMethod:
     kind: ClassVar[str] = "local"
 
     def __post_init__(self) -> None:
-        check_argument(self, "H", is_count(self.H), "a whole number of inner steps from 1")
-        check_argument(self, "rate", self.rate > 0.0, "a positive number")
-        check_argument(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
-        check_argument(self, "start", self.start == 0 or is_count(self.start), "a whole number of steps from 0")
-        check_argument(self, "alpha", 0.0 <= self.alpha < 1.0, "in [0, 1)")
-        check_argument(self, "keep", 0.0 <= self.keep <= 1.0, "in [0, 1]")
-        check_argument(self, "delay", is_count(self.delay, 0) and self.delay < self.H, "a whole number below H")
+        _check(self, "H", is_count(self.H), "a whole number of inner steps from 1")
+        _check(self, "rate", self.rate > 0.0, "a positive number")
+        _check(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
+        _check(self, "start", self.start == 0 or is_count(self.start), "a whole number of steps from 0")
+        _check(self, "alpha", 0.0 <= self.alpha < 1.0, "in [0, 1)")
+        _check(self, "keep", 0.0 <= self.keep <= 1.0, "in [0, 1]")
+        _check(self, "delay", is_count(self.delay, 0) and self.delay < self.H, "a whole number below H")
         object.__setattr__(self, "first", _frozen(self.first))
         steps = [step for step, _ in self.phases]
         rises = all(is_count(step, 0) for step in steps) and steps == sorted({0, *steps})
-        check_argument(self, "first", rises, "a codec, None, or a table of them that rises from step 0")
+        _check(self, "first", rises, "a codec, None, or a table of them that rises from step 0")
         inside = max(steps) < max(self.start, 1)
-        check_argument(self, "first", inside, f"a table whose steps are below start={self.start}")
+        _check(self, "first", inside, f"a table whose steps are below start={self.start}")
         patterns = isinstance(self.fragments, tuple) and all(isinstance(x, str) for x in self.fragments)
-        check_argument(
+        _check(
             self, "fragments", is_count(self.fragments) or patterns, "a whole number, or patterns as in ('a.*', '*')"
         )
         feedback, exchange = self.message.feedback, self.message.exchange
@@ -84,15 +84,20 @@ class LocalMethod:
             raise ValueError(f"{feedback} hands back signs, and a round needs the mean of differences; use residual")
         if "momentum" in feedback.memories and self.momentum:
             raise ValueError(f"{feedback} and the outer optimizer both have momentum; give one of them none")
-        if self.keep and (tuple(feedback.memories) != ("residual",) or self.alpha or self.delay or self.fragments != 1):
-            raise ValueError(
-                f"keep={self.keep} has workers start from their own errors, when a round of the whole model ends; use "
-                f"feedback='residual', not {feedback}, and leave alpha, delay and fragments out"
-            )
+        if self.keep:
+            self._check_keep()
         if exchange.delays:
             raise ValueError(f"{exchange} hands back the mean of the round before; use an exchange that is not delayed")
         if self.later:
             self._check_later()
+
+    def _check_keep(self) -> None:
+        why = f"keep={self.keep} has workers start from their own errors, when a round of the whole model ends"
+        if tuple(self.message.feedback.memories) != ("residual",):
+            raise ValueError(f"{why}; use feedback='residual', not {self.message.feedback}")
+        nothing = {"alpha": 0, "delay": 0, "fragments": 1}
+        if given := [f"{name}={n}" for name, none in nothing.items() if (n := getattr(self, name)) != none]:
+            raise ValueError(f"{why}; leave {' and '.join(given)} out")
 
     def _check_later(self) -> None:
         steps = [step for step, _ in self.later]
@@ -111,13 +116,17 @@ class LocalMethod:
                 raise ValueError("only the first rounds have a start, and none has later rounds of its own")
 
     def __str__(self) -> str:
-        kind = "Nesterov" if self.nesterov else "SGD"
+        return self.text()
+
+    def text(self, optimizer: str = "") -> str:
+        """All rounds in words, with the name of an outer optimizer that is used in place of their own."""
         momentum = f", momentum={self.momentum}" if self.momentum else ""
+        outer = optimizer or f"{'Nesterov' if self.nesterov else 'SGD'}(rate={self.rate}{momentum})"
         own = "".join(f", {name}={n}" for name in ("alpha", "keep", "delay") if (n := getattr(self, name)))
         if self.fragments != 1:
             own += f", fragments={self.fragments}{'' if self.stagger else ' together'}"
-        whole = f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{self._start_text()}"
-        return "; ".join((whole, *(f"from step {step} {rounds}" for step, rounds in self.later)))
+        whole = f"H={self.H}, {self.message}, outer={outer}{own}{self._start_text()}"
+        return "; ".join((whole, *(f"from step {step} {rounds.text(optimizer)}" for step, rounds in self.later)))
 
     def _start_text(self) -> str:
         how = ["on the same batches" if one is None else f"by gradients as {one}" for _, one in self.phases]
@@ -187,6 +196,14 @@ class LocalMethod:
     def outer(self, weights: Sequence[nn.Parameter]) -> Optimizer:
         """The optimizer of the outer weights."""
         return torch.optim.SGD(weights, lr=self.rate, momentum=self.momentum, nesterov=self.nesterov)
+
+
+def _check(rounds: LocalMethod, name: str, valid: bool, wanted: str) -> None:
+    """Refuse an argument of a round, and name it before the round, whose text is long."""
+    if not valid:
+        phases = ", ".join(f"{step}: {one}" for step, one in rounds.phases)
+        text = f"{{{phases}}}" if name == "first" else repr(getattr(rounds, name))
+        raise ValueError(f"{name}={text} must be {wanted}; the round is {rounds}")
 
 
 def _frozen(first: Any) -> Any:

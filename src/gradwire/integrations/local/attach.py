@@ -23,7 +23,7 @@ from gradwire.integrations.compress import connect_model
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.elastic_place import LOOPBACK, ElasticPlace, elastic_place_of
-from gradwire.integrations.entry_point import COMPRESS
+from gradwire.integrations.entry_point import COMPRESS, steps_locally
 from gradwire.integrations.grad_scaler import has_scaler
 from gradwire.integrations.local.elastic import ElasticGroup, elastic_method
 from gradwire.integrations.local.handle import LocalSync
@@ -39,6 +39,7 @@ _hooks: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 @renamed_argument("launch_mb", "bucket_mb")
+@steps_locally("model", "optimizer")
 def local(
     model: nn.Module,
     optimizer: Optimizers,
@@ -87,7 +88,7 @@ def local(
         uneven: Whether ranks take as many steps in a round as their speed allows, H on average, so that all end it at
             about the same time. Differences are weighted by steps, but in a mean over senders.
         auto: Whether H is measured: after two rounds of the spec's H, it is the shortest after which a step takes at
-            most 1.1 times its computing. `report()` and ``print`` show it.
+            most 1.1 times its computing, or 30, if that is shorter. ``print`` shows it.
         granularity: As for `compress`; so are the arguments below.
         rules: Exceptions, tried in order before the codec.
         bundle: The codec of 1-D tensors, which are sent together, if the others are compressed.
@@ -133,7 +134,10 @@ def local(
                 "process_group=, link= and uneven= out"
             )
         if ddp is not None and 1 < ddp.process_group.size() == backend.world:
-            raise ValueError("DistributedDataParallel averages gradients over all ranks; pass the module inside of it")
+            raise ValueError(
+                "DistributedDataParallel averages gradients over all ranks; pass the module inside of it, and call "
+                "that module in the loop, without DDP, which would average in every step"
+            )
         chosen = COMPRESS.rounds(spec, codec, feedback, exchange)
         inner = model if ddp is None else ddp.module
         options = Options(None, None, granularity, rules, bundle, scaler, seed, bucket_mb, rollback)

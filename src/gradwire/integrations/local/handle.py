@@ -22,7 +22,7 @@ from gradwire.integrations.local.closing import close
 from gradwire.integrations.local.elastic import ElasticGroup
 from gradwire.integrations.local.fragment import Fragment, fragments_of, split_names
 from gradwire.integrations.local.outer import OuterWeights, require_own
-from gradwire.integrations.local.report import LocalReport, summarize
+from gradwire.integrations.local.report import LocalReport, summarize, where
 from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps, check_rounds, take_rounds
 from gradwire.integrations.local.start import Start
 from gradwire.integrations.setup import Setup
@@ -277,9 +277,8 @@ class LocalSync:
         return summarize(self.wires, self.fragments, self.start, self.steps, self.loaded_steps)
 
     def __str__(self) -> str:
-        H = self.method.H if self.uneven_steps is None else self.uneven_steps.own
-        head = f"{self.schedule}\nstep {self.steps}, {self.inside} of {H} in the round"
-        return "\n".join((head, *map(str, self.wires)))
+        rounds = self.schedule.text(type(self.optimizer).__name__ if self.outer.is_given else "")
+        return "\n".join((rounds, where(self), *map(str, self.wires)))
 
     def close(self, keep_weights: bool = False) -> None:
         """End local steps: leave an elastic group, and have FSDP or DistributedDataParallel average gradients again.

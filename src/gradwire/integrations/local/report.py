@@ -3,12 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.integrations.local.fragment import Fragment, step_bytes
 from gradwire.integrations.local.start import Start
 from gradwire.integrations.report import Report, count, in_start, times
 from gradwire.integrations.wire import Wire
+
+if TYPE_CHECKING:
+    from gradwire.integrations.local.handle import LocalSync
 
 _SUMMED = ("payload", "dense", "encode_seconds", "wire_seconds", "decode_seconds")
 
@@ -102,6 +105,13 @@ class LocalReport:
 def _ratio_text(payload: float, wire: float) -> str:
     sent = f"{times(wire)} less sent" if wire < math.inf else "nothing sent"
     return f"payload {times(payload)} smaller, {sent}"
+
+
+def where(handle: "LocalSync") -> str:
+    """Where in its rounds a training is, and the rate of the outer optimizer, which a scheduler may have changed."""
+    H = handle.method.H if handle.uneven_steps is None else handle.uneven_steps.own
+    rates = " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in handle.optimizer.param_groups))
+    return f"step {handle.steps}, {handle.inside} of {H} in the round, outer rate {rates}"
 
 
 def summarize(

@@ -4,6 +4,7 @@ It is H as the first rounds show that it should be; or each rank takes so many s
 about the same time.
 """
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from gradwire.integrations.local.handle import LocalSync
 
 WAITING = 0.1  # of its computing: what a step may take beside it, for its share of a round
-LONGEST = 500  # steps
+LONGEST = 30  # steps: the longest round whose loss was measured in a training of 1,500 steps (docs/local.md)
+_log = logging.getLogger("gradwire")
 _ROUNDS = 2  # of which the last one counts: kernels compile in the first
 
 
@@ -112,7 +114,14 @@ class MeasuredRounds(TimedRounds):
         if self._rounds == _ROUNDS:
             computes, messages = zip(*(yield from _gather(times, device)), strict=True)
             compute, message = max(computes), min(messages)
-            self.chosen = min(LONGEST, max(1, math.ceil(message / (WAITING * max(compute, 1e-9)))))
+            fits = max(1, math.ceil(message / (WAITING * max(compute, 1e-9))))
+            self.chosen = min(LONGEST, fits)
+            _log.info(
+                "auto=True takes H=%d; a step takes %.1f times its computing from H=%d on",
+                self.chosen,
+                1 + WAITING,
+                fits,
+            )
         self.restart()
 
 

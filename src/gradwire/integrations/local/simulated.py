@@ -13,12 +13,12 @@ from gradwire.engine import Spec, StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
-from gradwire.integrations.entry_point import LOCKSTEP
+from gradwire.integrations.entry_point import LOCKSTEP, steps_locally
 from gradwire.integrations.local.attach import Optimizers, checked_optimizers, hook_steps, require_averaged, setup_of
 from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.local.report import LocalReport
-from gradwire.integrations.setup import Options
+from gradwire.integrations.setup import Options, check_options
 from gradwire.integrations.simulated import SimulatedBackend, SimulatedGroup, lockstep_group
 from gradwire.local.method import LocalMethod, OuterFactory
 
@@ -51,6 +51,8 @@ class SimulatedLocal:
                 "replicas of one process run at one speed and end together, and their loop unscales gradients; leave "
                 f"{refused[0]}= out"
             )
+        known = "codec", "feedback", "exchange", "outer", "outer_device", "across"
+        check_options("gradwire.local_lockstep", options, known, "local")
         pairs = zip(models, optimizers, strict=True)
         inner = [checked_optimizers(given, chosen, model, warn=not i) for i, (model, given) in enumerate(pairs)]
         for model in models[1:]:
@@ -126,6 +128,7 @@ class SimulatedLocal:
             fragment.pending_result = CompletedFuture([StepResult(updates, result.skipped)])
 
 
+@steps_locally("models", "optimizers")
 def local_lockstep(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizers],
