@@ -82,3 +82,20 @@ def test_inside_of_averaged_the_end_is_refused_where_it_would_be_taken_back() ->
         outer.close()
     outer.close()
     assert outer.fragments[0].pending_result is None
+
+
+@pytest.mark.parametrize("end", ["closed", "replaced"])
+def test_a_handle_that_has_ended_is_called_no_longer(end: str) -> None:
+    """It made further rounds of a model whose gradients were averaged in every step, or that another handle had."""
+    net = fixtures.model()
+    optimizer = fixtures.sgd(net)
+    outer = gradwire.local(net, optimizer, "local_sgd(H=2)")
+    step(net, optimizer, 0, 0)
+    outer()
+    if end == "closed":
+        outer.close()
+    else:
+        assert gradwire.local(net, optimizer, "local_sgd(H=2)").steps == 0
+    with pytest.raises(RuntimeError, match="these local steps have ended"):
+        outer()
+    assert (outer.steps, outer.rounds) == (1, 0)

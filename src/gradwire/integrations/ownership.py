@@ -19,6 +19,7 @@ _CALLED = (
 )
 _owners: weakref.WeakSet[Wire] = weakref.WeakSet()  # wires that loops and optimizers call
 _local: "weakref.WeakKeyDictionary[object, tuple[Mapping[str, nn.Parameter], int]]" = weakref.WeakKeyDictionary()
+_ended: weakref.WeakSet[object] = weakref.WeakSet()  # handles that had their parameters in there
 
 
 def refuse_averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None = None) -> None:
@@ -84,7 +85,14 @@ def has_local(handle: object) -> bool:
 
 def release_local(handle: object) -> bool:
     """Take a handle off its parameters, which a wire may have then. Returns whether it had them."""
+    if has_local(handle):
+        _ended.add(handle)
     return _local.pop(handle, None) is not None
+
+
+def has_ended(handle: object) -> bool:
+    """Whether a handle had parameters, and has none any more. Those of replicas in one process have not ended."""
+    return handle in _ended
 
 
 def _wired(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:

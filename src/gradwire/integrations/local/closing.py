@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from gradwire.integrations.local.outer import require_own
-from gradwire.integrations.ownership import has_local, release_local
+from gradwire.integrations.ownership import has_ended, has_local, release_local
 
 if TYPE_CHECKING:
     from gradwire.integrations.local.handle import LocalSync
@@ -32,6 +32,15 @@ def close(handle: "LocalSync", keep_weights: bool) -> None:
         handle.closing.close()
     if handle.group is not None:
         handle.group.mesh.close()
+
+
+def require_open(handle: "LocalSync") -> None:
+    """Refuse a call of a handle that has no model any more: it would make further rounds of it."""
+    if has_ended(handle):
+        raise RuntimeError(
+            "these local steps have ended: the handle was closed, or another one has taken over the model; remove its "
+            "call from the loop"
+        )
 
 
 def _ends_apart(handle: "LocalSync") -> bool:

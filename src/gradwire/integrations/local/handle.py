@@ -18,7 +18,7 @@ from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import devices_differ, errors_on_all_ranks
 from gradwire.integrations.local import checkpoint
-from gradwire.integrations.local.closing import close
+from gradwire.integrations.local.closing import close, require_open
 from gradwire.integrations.local.elastic import ElasticGroup
 from gradwire.integrations.local.fragment import Fragment, fragments_of, split_names
 from gradwire.integrations.local.outer import OuterWeights, require_own
@@ -118,6 +118,7 @@ class LocalSync:
 
     def __call__(self) -> None:
         """Count an inner step; every H-th time, agree on weights with all ranks. Call it after ``optimizer.step()``."""
+        require_open(self)
         for fragment in self.advance():
             buffers = None if fragment.number else self.outer.flat_buffers()
             differences = self.outer.differences(fragment.names)
@@ -285,7 +286,8 @@ class LocalSync:
 
         The optimizers call this handle no longer. Its report, its state and ``averaged()`` stay. A model that another
         handle has taken over is left to that one. To train on, close it at the end of a round, where ``inside`` is 0:
-        all ranks then end with the same weights. Inside a round, and in an elastic group, each keeps its own.
+        all ranks then end with the same weights. Inside a round, and in an elastic group, each keeps its own. States of
+        inner optimizers differ by rank: begin with new ones, or with those of rank 0, where gradients are averaged.
 
         Args:
             keep_weights: Leave the model as it is at the end of a round, too, as after other weights were loaded.
