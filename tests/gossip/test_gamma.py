@@ -2,16 +2,19 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gossip_fixtures import LENGTH, simulated
+from gossip_fixtures import LENGTH, simulated, vectors
 from gradwire.codecs import codec
 from gradwire.core.segments import Segments
-from gradwire.gossip import auto_gamma
+from gradwire.engine import interleave, lockstep
+from gradwire.engine.lockstep import Lockstep
+from gradwire.gossip import Node, auto_gamma
 from gradwire.gossip.optimal_gamma import GRID, Fidelity, optimal_step
 from gradwire.topology import graph
 from gradwire_lab.bench.gamma import CODECS, PROBLEMS, NoisyQuadratic, drive, table
@@ -165,3 +168,21 @@ def test_the_command_prints_the_time_left(tmp_path: Path, monkeypatch: pytest.Mo
     done = CliRunner().invoke(app, ["bench", "gamma", "--results", str(tmp_path / "rows.jsonl"), "--only", "sign"])
     assert done.exit_code == 0 and "| `sign` |" in done.stdout
     assert ["left" in line for line in done.stderr.splitlines()] == [True, True, False]
+
+
+def test_a_step_after_all_edges_were_new_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are equal then. Their rounding looked like an endless lag, and ranks that had come back mixed no more."""
+    monkeypatch.setattr(lockstep, "cached", nullcontext)  # each rank decodes what it is sent
+    plain = simulated(4, "choco(ring)", "topk(0.3)")
+    nodes = [Node(n.method, n.codec, n.topology, n.rank, n.seed, n.tensors, n.units, elastic=True) for n in plain.nodes]
+    x = vectors(4)
+    for node in nodes:
+        node.begin(x[0])
+        node.step = 8
+    for new in (True, False):  # the last steps of a window
+        live = {node.rank: dict.fromkeys(node.topology.peers(node.rank), new) for node in nodes}
+        rounds = [interleave([node.run(row, live=live[node.rank])]) for node, row in zip(nodes, x, strict=True)]
+        x = torch.stack([mixed for (mixed,) in Lockstep(4).drive(rounds)]) + 0.1 * vectors(4, seed=1)
+    for node in nodes:
+        d2, *_, r2 = node.memory["gauge"][auto_gamma.METADATA][:-1].tolist()
+        assert d2 > 0.0 and r2 == 0.0

@@ -198,8 +198,12 @@ def _measure(
     out_weights = {peer: weight for peer, weight in context.out_weights.items() if peer not in new}
     if not out_weights:
         return None
-    flows = [weight * memory[f"from_{peer}"] for peer, weight in context.in_weights.items() if peer not in new]
-    flows += [-weight * memory[f"to_{peer}"] for peer, weight in out_weights.items()]
+    in_weights = {peer: weight for peer, weight in context.in_weights.items() if peer not in new}
+    # A difference of equal copies, as those of an edge that was new, is 0: its rounding would look like an endless lag.
+    both = {peer for peer, weight in in_weights.items() if out_weights.get(peer) == weight}
+    flows = [in_weights[peer] * (memory[f"from_{peer}"] - memory[f"to_{peer}"]) for peer in sorted(both)]
+    flows += [weight * memory[f"from_{peer}"] for peer, weight in in_weights.items() if peer not in both]
+    flows += [-weight * memory[f"to_{peer}"] for peer, weight in out_weights.items() if peer not in both]
     d = torch.stack([differences[peer] for peer in out_weights]).mean(0)
     q = torch.stack([sent[peer].decoded for peer in out_weights]).mean(0)
     return Measurement(d, q, torch.stack(flows).sum(0))
