@@ -285,8 +285,10 @@ def test_a_worker_that_dies_and_is_back_within_a_round_is_not_awaited_in_it(tmp_
     edge, sockets = edges.by_peer[2], dying.outer.group.mesh
     with ThreadPoolExecutor(3) as pool:
         rounds = [pool.submit(one.train, 9) for one in (first, dying)]
-        with edges.changed:
-            assert edges.changed.wait_for(lambda: bool(edge.messages), 10.0)  # the first waits for the second
+        deadline = time.monotonic() + TIMEOUT
+        while not (edge.messages and first.outer.group.mesh._agreement.next_step > 2) and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the first has begun the round, and waits for the second
+        assert edge.messages
         with sockets.edges.changed:
             sockets.edges.closed = True
             for line in sockets.edges.live():
