@@ -128,7 +128,7 @@ class AdamWMoments:
         """Write the common momentum, rescaled so that AdamW, whose denominators have no floor, takes the same step.
 
         Without that, momentum would become very large where the variance is nearly zero: one bit has noise there, too.
-        Where each rank has a momentum of its own, all begin anew with zeros: AdamW's is that of the freeze.
+        Where each rank has a momentum of its own, all begin with zeros: AdamW's is as old as its frozen variance.
         """
         is_shared = lane.feedback.memories["momentum"] == "same"
         units = dict(self._views(lane, state, _DENOMINATOR)) if not lane.feedback.divides else {}
