@@ -80,9 +80,10 @@ def test_every_parameter_counts_its_own_steps() -> None:
         optimizer.step()
         for p, weight in zip(net.parameters(), weights, strict=True):
             if p.grad is not None:
-                count = int(optimizer.state[p]["step"])
+                count = int(optimizer.state[p]["step"]) + optimizer.momentum_steps(p)
                 torch.testing.assert_close(p.detach(), expected(weight, p, optimizer, count, -1.0))
-    assert [int(optimizer.state[p]["step"]) for p in net.parameters()] == [4, 6]
+    assert [int(optimizer.state[p]["step"]) for p in net.parameters()] == [1, START]
+    assert [optimizer.momentum_steps(p) for p in net.parameters()] == [3, 2]
     for p, root in zip(net.parameters(), roots, strict=True):
         torch.testing.assert_close(optimizer.denominator(p), root)
 

@@ -5,24 +5,25 @@ holds momentum, in units of gradients, and the wire gives the frozen denominator
 
     p = p - lr * weight_decay * p - lr / (1 - beta1^t) * p.grad / denominator
 
+where t counts all steps. The state's ``step`` counts those that have measured the variance, by which torch corrects its
+bias, and ``momentum_steps`` those since: so nothing has to be done to a frozen variance, which is not even read.
+
 All other parameters are updated as by ``torch.optim.AdamW``, and without a wire all of them are. Momentum is compressed
 by `feedback/common_momentum.py` and `feedback/preconditioned_momentum.py`; `integrations/adamw_moments.py` freezes
 the variance and hands momentum over.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.kernels.apply_momentum import Applied, Scalar, apply_momentum_
+from gradwire.kernels.apply_momentum import Applied, apply_momentum_
 
-_VARIANCES = ("exp_avg_sq", "max_exp_avg_sq")
-_SHORT = (torch.bfloat16, torch.float16)
+_MOMENTUM_STEPS = "momentum_steps"  # in the state: how often momentum was applied to a frozen variance
 _torch_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks, which run around our own step
 
 
@@ -48,7 +49,6 @@ class AdamW(torch.optim.AdamW):
 
     frozen: FrozenVariance | None = None
     _known: "tuple[Mapping[nn.Parameter, Tensor], list[tuple[int, int]], list[_Frozen]] | None" = None
-    _widened: Sequence[nn.Parameter] = ()  # whose variances are float32, and their gradients are not
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters."""
@@ -71,26 +71,29 @@ class AdamW(torch.optim.AdamW):
             self.frozen.store_momentum()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would round a frozen variance to the format of its parameter."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        saved = {p: state_dict["state"].get(number, {}) for number, p in zip(numbers, params, strict=True)}
-        self._widened = [p for p in params if p.dtype in _SHORT and _has_wide(saved[p])]
-        for p in self._widened:  # which the next step rounds after all, unless they are frozen
-            wide = {
-                name: saved[p][name].to(p.device, torch.float32, copy=True) for name in _VARIANCES if name in saved[p]
-            }
-            self.state[p].update(wide)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._known = None  # numbers of steps and formats are others
+        self._known = None  # numbers of steps are others
 
     def direction(self, p: nn.Parameter) -> float:
         """-1 where the loss is maximized: there, torch keeps the momentum of negative gradients."""
         return -1.0 if self._group_of(p)["maximize"] else 1.0
+
+    def freeze(self, p: nn.Parameter, floor: float) -> tuple[Tensor, Tensor]:
+        """Denominators and momentum, flat and in float32; steps that apply momentum are counted from here on."""
+        denominator = self.denominator(p, floor).flatten()
+        self.state[p][_MOMENTUM_STEPS] = 0
+        return denominator, self.state[p]["exp_avg"].flatten().float() * self.direction(p)
+
+    def momentum_steps(self, p: nn.Parameter) -> int:
+        """How often momentum was applied since the variance was frozen."""
+        steps: int = self.state[p].get(_MOMENTUM_STEPS, 0)
+        return steps
+
+    def rebias(self, p: nn.Parameter) -> float:
+        """What makes of momentum that has seen all steps one that torch, which knows of fewer, corrects alike."""
+        group, measured = self._group_of(p), float(self.state[p]["step"])
+        return _unbias(group, measured) / _unbias(group, measured + self.momentum_steps(p))
 
     def denominator(self, p: nn.Parameter, floor: float = 0.0) -> Tensor:
         """The root of the variance, as torch's AdamW divides by it, but no less than a share of the tensor's mean.
@@ -114,48 +117,37 @@ class AdamW(torch.optim.AdamW):
         groups = [group["params"] for group in self.param_groups] if found else []
         known, shape = self._known, [(id(x), len(x)) for x in groups]
         if known is None or known[0] is not found or shape != known[1]:
-            self._widen(found)
             parts = [_Frozen.of(params, found, self.state) for params in groups]
             self._known = known = found, shape, parts
         return known[2]
-
-    def _widen(self, frozen: Iterable[nn.Parameter]) -> None:
-        """Keep frozen variances in float32: in 16 bits, a product with a factor near 1 would be rounded away."""
-        before, self._widened = self._widened, [p for p in frozen if p.dtype in _SHORT]
-        for p in self._widened:
-            self._convert(p, torch.float32)
-        for p in set(before).difference(frozen):  # torch's step wants the format of the gradient
-            self._convert(p, p.dtype)
-
-    def _convert(self, p: nn.Parameter, dtype: torch.dtype) -> None:
-        state = self.state[p]
-        state.update({name: state[name].to(dtype) for name in _VARIANCES if name in state})
 
     @torch.no_grad()
     def _apply_momentum(self, frozen: "Sequence[_Frozen]") -> None:
         scale = getattr(self, "grad_scale", None)  # a fused optimizer leaves unscaling to its step
         for group, part in zip(self.param_groups, frozen, strict=True):
-            for params in part.params:
+            for measured, params in part.params:
                 pairs = [(p, p.grad, part.denominators[p]) for p in params if p.grad is not None]
                 if pairs:
-                    self._apply(group, pairs, scale)
+                    self._apply(group, measured, pairs, scale)
                 if 0 < len(pairs) < len(params):
                     self._known = None  # the numbers of steps differ from now on
 
     def _apply(
-        self, group: dict[str, Any], pairs: "Sequence[tuple[nn.Parameter, Tensor, Tensor]]", scale: Tensor | None
+        self,
+        group: dict[str, Any],
+        measured: float,
+        pairs: "Sequence[tuple[nn.Parameter, Tensor, Tensor]]",
+        scale: Tensor | None,
     ) -> None:
         """Step parameters of a group that have stepped as often: each with its momentum and its denominators."""
         params, grads, denominators = map(list, zip(*pairs, strict=True))
-        states = [self.state[p] for p in params]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
+        for p in params:
+            self.state[p][_MOMENTUM_STEPS] = self.momentum_steps(p) + 1
         if scale is not None:
             grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
-        variances = [state[name] for state in states for name in _VARIANCES if name in states[0]]
-        parts = Applied(params, grads, denominators, variances)
-        shrink = 1 - float(group["lr"]) * group["weight_decay"]
-        apply_momentum_(params[0], parts, shrink, *_factors(steps[0], group))
+        lr = float(group["lr"])
+        size = (lr if group["maximize"] else -lr) / _unbias(group, measured + self.momentum_steps(params[0]))
+        apply_momentum_(params[0], Applied(params, grads, denominators), 1 - lr * group["weight_decay"], size)
 
     def _overflown(self) -> bool:
         """Whether a GradScaler found that this step must be left out."""
@@ -166,14 +158,16 @@ class AdamW(torch.optim.AdamW):
         return next(group for group in self.param_groups if any(p is other for other in group["params"]))
 
 
-def _has_wide(state: Mapping[str, Any]) -> bool:
-    return any(state[name].dtype == torch.float32 for name in _VARIANCES if name in state)
-
-
 class _Frozen(NamedTuple):
-    """The parameters of a group whose gradients are momentum, by the number of their steps, and all others."""
+    """The parameters of a group whose gradients are momentum, by the number of their steps, and all others.
 
-    params: list[list[nn.Parameter]]
+    Attributes:
+        params: After the number of steps that have measured their variance.
+        others: Whose gradients are gradients.
+        denominators: Of all that are frozen.
+    """
+
+    params: list[tuple[float, list[nn.Parameter]]]
     others: list[nn.Parameter]
     denominators: Mapping[nn.Parameter, Tensor]
 
@@ -184,11 +178,13 @@ class _Frozen(NamedTuple):
         denominators: Mapping[nn.Parameter, Tensor],
         states: Mapping[Tensor, dict[str, Any]],
     ) -> "_Frozen":
-        by_step: dict[float, list[nn.Parameter]] = {}
+        by_steps: dict[tuple[float, int], list[nn.Parameter]] = {}
         for p in params:
             if p in denominators:
-                by_step.setdefault(float(states[p]["step"]), []).append(p)
-        return cls(list(by_step.values()), [p for p in params if p not in denominators], denominators)
+                steps = float(states[p]["step"]), states[p].get(_MOMENTUM_STEPS, 0)
+                by_steps.setdefault(steps, []).append(p)
+        parts = [(measured, some) for (measured, _), some in by_steps.items()]
+        return cls(parts, [p for p in params if p not in denominators], denominators)
 
 
 @contextmanager
@@ -204,29 +200,6 @@ def _without(groups: list[dict[str, Any]], frozen: Sequence[_Frozen]) -> Iterato
             group["params"] = params
 
 
-def _factors(step: Tensor, group: dict[str, Any]) -> tuple[Scalar, Scalar]:
-    """What momentum over the denominators is multiplied by, and what the variance is.
-
-    The variance stays what it is after torch's correction of its bias, which counts this step as measured. Both are
-    numbers, or, where reading the number of steps would mean waiting for the device, tensors.
-    """
-    size = float(group["lr"]) if group["maximize"] else -float(group["lr"])
-    mean, variance = map(float, group["betas"])
-    if group["fused"] or group["capturable"]:
-        first, now, before = (1 - _powers(mean, variance, step)).unbind()
-        return (size / first).float(), (now / before).float()
-    count = float(step)
-    ratio = (1 - variance**count) / (1 - variance ** (count - 1))
-    return size / (1 - mean**count), ratio if ratio - 1 > 2**-25 else 1.0
-
-
-def _powers(mean: float, variance: float, step: Tensor) -> Tensor:
-    """The first beta to the number of steps, the second one, and that of the step before; in float64."""
-    betas, later = _betas(mean, variance, step.device)
-    return betas.pow(step - later)
-
-
-@lru_cache(maxsize=16)
-def _betas(mean: float, variance: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    betas, later = torch.tensor([[mean, variance, variance], [0.0, 0.0, 1.0]], dtype=torch.float64, device=device)
-    return betas, later
+def _unbias(group: Mapping[str, Any], steps: float) -> float:
+    """What torch divides a momentum by that began with zeros so many steps ago."""
+    return float(1 - float(group["betas"][0]) ** steps)

@@ -7,23 +7,14 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.kernels import apply_momentum
-from gradwire.kernels.apply_momentum import Applied, Scalar
+from gradwire.kernels.apply_momentum import Applied
 from gradwire.kernels.cuda.accumulate import fetch, put
 from gradwire.kernels.cuda.places import moved
 from gradwire.kernels.cuda.tables import definition, placed
 from gradwire.kernels.philox import ragged
 
 _TILE = 2048
-_COLUMNS = tl.constexpr(5)  # addresses of parameter, momentum, denominator and variance, and their length
-
-
-@triton.jit
-def _number(x, LOADED: tl.constexpr):
-    """A number, or what lies in memory."""
-    if LOADED:
-        return tl.load(x)
-    else:
-        return x
+_COLUMNS = tl.constexpr(4)  # addresses of parameter, momentum and denominator, and their length
 
 
 @triton.jit
@@ -35,33 +26,26 @@ def _at(column, start, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _tile(p, x, d, v, left, shrink, size, ratio, MASKED: tl.constexpr, TILE: tl.constexpr):
+def _tile(p, x, d, left, shrink, size, MASKED: tl.constexpr, TILE: tl.constexpr):
     at = tl.arange(0, TILE)
     live = at < left
     # All is asked for before anything is divided: a division has branches, which no load is moved across.
     now, step = fetch(p, at, live, MASKED), fetch(x, at, live, MASKED)
     divisor = tl.load(d + at, mask=live, other=1.0) if MASKED else tl.load(d + at)
-    if ratio != 1.0:
-        put(v, at, ratio * fetch(v, at, live, MASKED), live, MASKED)
     put(p, at, shrink * now + size * tl.div_rn(step, divisor), live, MASKED)
 
 
 @triton.jit
-def _apply(
-    rows, tensors, starts, shrink, size, ratio,
-    SIZE_LOADED: tl.constexpr, RATIO_LOADED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def _apply(rows, tensors, starts, shrink, size, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     row, start = rows + tl.load(tensors + tile) * _COLUMNS, tl.load(starts + tile)
     start = tl.multiple_of(start, TILE)
-    size, ratio = _number(size, SIZE_LOADED), _number(ratio, RATIO_LOADED)
-    p, x = _at(row, start, ALIGNED), _at(row + 1, start, ALIGNED)
-    d, v = _at(row + 2, start, ALIGNED), _at(row + 3, start, ALIGNED)
-    left = tl.load(row + 4) - start
+    p, x, d = _at(row, start, ALIGNED), _at(row + 1, start, ALIGNED), _at(row + 2, start, ALIGNED)
+    left = tl.load(row + 3) - start
     if left >= TILE:
-        _tile(p, x, d, v, left, shrink, size, ratio, False, TILE)
+        _tile(p, x, d, left, shrink, size, False, TILE)
     else:
-        _tile(p, x, d, v, left, shrink, size, ratio, True, TILE)
+        _tile(p, x, d, left, shrink, size, True, TILE)
 
 
 @cached_on_device(256)
@@ -79,18 +63,16 @@ def _tiles(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 
 
 @placed
-def apply_momentum_(first: Tensor, parts: Applied, shrink: float, size: Scalar, ratio: Scalar) -> None:
+def apply_momentum_(first: Tensor, parts: Applied, shrink: float, size: float) -> None:
     everything = [x for part in parts for x in part]
-    plain = all(x.dtype == torch.float32 and x.is_contiguous() and x.device == first.device for x in everything)
-    if not plain or len(parts.variances) != len(parts.params):
-        definition(apply_momentum.apply_momentum_)(first, parts, shrink, size, ratio)
+    if not all(x.dtype == torch.float32 and x.is_contiguous() and x.device == first.device for x in everything):
+        definition(apply_momentum.apply_momentum_)(first, parts, shrink, size)
         return
     rows = tuple([(*[x.data_ptr() for x in row], row[0].numel()) for row in zip(*parts, strict=True)])
     owner, start = _tiles(tuple([row[-1] for row in rows]), first.device)
     if start.numel():
-        aligned = all(address % 16 == 0 for row in rows for address in row[:4])
+        aligned = all(address % 16 == 0 for row in rows for address in row[:3])
         _apply[(start.numel(),)](
-            _addresses(rows, first.device), owner, start, shrink, size, ratio,
-            isinstance(size, Tensor), isinstance(ratio, Tensor), aligned, _TILE,
+            _addresses(rows, first.device), owner, start, shrink, size, aligned, _TILE,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
