@@ -125,10 +125,9 @@ def largest(size: Tensor, k: int) -> Tensor:
     return size.topk(k).indices.sort().values
 
 
-def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
+def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
     """As on a GPU, where the status is not read."""
-    fine = torch.isfinite(flat).all()
-    return torch.where(fine, flat, 0.0), ~fine
+    return fused.finite_or_zero(flat)
 
 
 def eager_and_captured(train: Callable[..., T], *args: Any) -> tuple[T, T]:

@@ -308,6 +308,19 @@ def test_selection_leaves_its_scratch_clean():
         same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [0, 7, 2048, 5003])
+@pytest.mark.parametrize("bad", [None, torch.nan, -torch.inf])
+def test_zeros_for_what_is_not_finite(bad, n, dtype):
+    x = draw("normal", n).to(dtype)
+    x[1::3] = -0.0
+    if bad is not None:
+        x[::3] = bad
+    found, flag = cuda.finite_or_zero(x.to(DEVICE))
+    expected, known = plain(fused.finite_or_zero, x)
+    assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8)) and flag.item() == known.item()
+
+
 @pytest.mark.parametrize("lengths", SHAPES, ids=str)
 def test_draws(lengths):
     names, sizes = tuple(map(str, range(len(lengths)))), torch.tensor(lengths)
@@ -360,6 +373,16 @@ def test_coders(lengths):
         same(
             getattr(cuda, decode)(data.to(DEVICE), table2, *back), plain(getattr(quantize, decode), data, table, *back)
         )
+
+
+@pytest.mark.parametrize("lengths", [(64,) * 70 + (10, 0, 64, 64, 7, 0), (256, 33, 1, 200)], ids=["many", "few"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_signs_of_short_blocks(lengths, dtype):
+    x, table = draw("normal", sum(lengths)).to(dtype), torch.tensor(lengths)
+    x[::7] = 0.0
+    for norm in (False, True):
+        data = plain(quantize.sign_encode, x, table, norm)
+        same(cuda.sign_encode(*on(DEVICE, x, table), norm), data)
 
 
 @pytest.mark.parametrize("lengths", [(16, 4096, 24, 5003), (16, 4096, 20, 5003)], ids=str)

@@ -71,7 +71,7 @@ class ComposedEncoder(Encoder):
         flat, on_cpu = views.flat(), views.device.type == "cpu"
         if self._only_compensates and not on_cpu and state.carried_error is None and SERVER_ERROR not in state.tensors:
             return self._compensate(flat, state, storage, nonfinite)
-        flat, flag = zero_nonfinite(flat, context.world if context.simulated else 1)
+        flat, flag = zero_nonfinite(flat)
         nonfinite.append(flag)
         return self._encode_finite(flat, state, context)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core import CorruptMessageError
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.engine.status import BAD, CORRUPT
 
 _log = logging.getLogger("gradwire")
@@ -31,6 +32,12 @@ CANNOT_SKIP = (
     "so it is too late to skip the step; go back to the last checkpoint, and attach with rollback=True or scaler=, "
     "which checks gradients first"
 )
+
+
+@cached_on_device(16)
+def _bits(device: torch.device) -> Tensor:
+    """What makes a step one that is skipped, and one with a corrupt message; uint8[2, 1]."""
+    return torch.tensor([[BAD], [CORRUPT]], dtype=torch.uint8, device=device)
 
 
 class SkippedSteps:
@@ -91,9 +98,9 @@ class SkippedSteps:
         """Count a step on the device, by the status of its buckets. Returns whether it is skipped."""
         # All buckets together: the optimizer waits for each of these kernels.
         found = statuses[0] if len(statuses) == 1 else torch.stack([status.view(()) for status in statuses])
-        skipped, corrupt = (found & BAD != 0).any(), (found & CORRUPT != 0).any()
-        self.device_counts.add_(torch.stack((skipped, corrupt)))
-        return skipped
+        seen = (found & _bits(self._device)).any(1)
+        self.device_counts.add_(seen)
+        return seen[0].view(torch.bool)
 
     def poll(self) -> None:
         """Read the counts up to the step before, and have the latest follow.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradwire.core import Gather, Max, Payload, Request, Scope, SendRecv, Sum
 from gradwire.core.decode_cache import memoized
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.payload import spare_byte
 from gradwire.core.requests import intercept
 from gradwire.engine.drive import RoundGenerator, T
@@ -93,19 +94,36 @@ def request_for(own: Tensor, other: Request, world: int) -> Request:
 
 def _addend(own: Tensor) -> Tensor:
     """A number whose sum over ranks tells the worst: nan, infinity, below zero, or how many lack gradients."""
-    addend = torch.where(own & CORRUPT != 0, _CORRUPT_ADDEND, (own & MISSING != 0).float())
-    addend = torch.where(own & NONFINITE != 0, torch.inf, addend)
-    return torch.where(own & UNSUPPORTED != 0, torch.nan, addend)
+    return _addends(own.device).index_select(0, own.int())
+
+
+@cached_on_device(16)
+def _addends(device: torch.device) -> Tensor:
+    """By status."""
+
+    def addend(own: int) -> float:
+        if own & UNSUPPORTED:
+            return torch.nan
+        if own & NONFINITE:
+            return torch.inf
+        return _CORRUPT_ADDEND if own & CORRUPT else float(own & MISSING != 0)
+
+    return torch.tensor([addend(own) for own in range(2 * ALL_MISSING)], device=device)
+
+
+@cached_on_device(16)
+def _sums(lacking: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the ranges of such sums end, and what each of them means; the last one is nan."""
+    ends = [-0.5, 0.5, lacking - 0.5, torch.finfo(torch.float32).max, torch.inf]
+    meanings = [CORRUPT, 0, MISSING, MISSING | ALL_MISSING, NONFINITE, UNSUPPORTED]
+    return torch.tensor(ends, device=device), torch.tensor(meanings, dtype=torch.uint8, device=device)
 
 
 def status_in(answer: Any, world: int) -> Tensor:
     """The status of all ranks, uint8, in the answer to its request."""
     if isinstance(answer, Tensor):
-        lacking = world if world <= MAX_COUNTED_RANKS else 1
-        worst = (answer > 0).to(torch.uint8) * MISSING + (answer >= lacking).to(torch.uint8) * ALL_MISSING
-        worst = worst + (answer < 0).to(torch.uint8) * CORRUPT
-        worst = torch.where(answer == torch.inf, NONFINITE, worst)
-        return torch.where(answer.isnan(), UNSUPPORTED, worst).to(torch.uint8).view(())
+        ends, meanings = _sums(world if world <= MAX_COUNTED_RANKS else 1, answer.device)
+        return meanings.index_select(0, torch.bucketize(answer.float(), ends)).view(())
     payloads = answer.values() if isinstance(answer, Mapping) else answer
     return of_all([payload.data[:1] for payload in payloads if payload is not None])
 

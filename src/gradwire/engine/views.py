@@ -110,17 +110,11 @@ class GradViews:
         torch._foreach_zero_(self.grads)
 
 
-def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """The gradients of so many ranks, with zeros for each that has an entry not finite; and whether there was one.
+def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients, with zeros for entries that are not finite; and whether there was one.
 
-    What is encoded of it will be skipped by all ranks.
+    What is encoded of them will be skipped by all ranks.
     """
     if flat.device.type == "cpu" and torch.isfinite(flat.sum()):  # then all are, which is slow to see one by one
         return flat, torch.tensor(False)
-    rows = flat.view(ranks, -1)
-    # The largest magnitude tells in one pass, where `isfinite` of every entry takes five.
-    fine = torch.isfinite(torch.linalg.vector_norm(rows, torch.inf, 1)) if flat.numel() else rows.new_ones(ranks).bool()
-    nonfinite = ~fine.all()
-    if flat.device.type == "cpu" and not nonfinite:  # on another device, looking would mean waiting
-        return flat, nonfinite
-    return torch.where(fine[:, None], rows, 0.0).view(-1), nonfinite
+    return fused.finite_or_zero(flat)

@@ -62,6 +62,13 @@ def topk(x: Tensor, lengths: PerSegment, counts: PerSegment) -> Tensor:
 
 
 @kernel
+def finite_or_zero(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same entries, with zeros for those that are not finite; and whether there were any."""
+    finite = torch.isfinite(x)
+    return torch.where(finite, x, 0.0), ~finite.all()
+
+
+@kernel
 def accumulate_(
     grad: Flat, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
 ) -> Tensor:

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401 - what is imported here is what `dispatch.faster` offers
 
-from gradwire.kernels.cuda.accumulate import accumulate_, subtract_sent_
+from gradwire.kernels.cuda.accumulate import accumulate_, finite_or_zero, subtract_sent_
 from gradwire.kernels.cuda.apply_momentum import apply_momentum_
 from gradwire.kernels.cuda.block_decode import sign_decode_times_
 from gradwire.kernels.cuda.block_merge import merge_sign

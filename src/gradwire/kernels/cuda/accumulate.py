@@ -94,6 +94,24 @@ def _accumulate(grad, before, residual, momentum, nonfinite, n, m, decay, RULE: 
 
 
 @triton.jit
+def _finite_tile(x, out, nonfinite, at, live, MASKED: tl.constexpr):
+    value = fetch(x, at, live, MASKED)
+    finite = tl.abs(value) < float("inf")
+    put(out, at, tl.where(finite, value, 0.0), live, MASKED)
+    report(~finite, nonfinite)
+
+
+@triton.jit
+def _finite(x, out, nonfinite, n, BLOCK: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    if base + BLOCK <= n:
+        _finite_tile(x + base, out + base, nonfinite, at, at < n - base, False)
+    else:
+        _finite_tile(x + base, out + base, nonfinite, at, at < n - base, True)
+
+
+@triton.jit
 def _subtract_sent(residual, momentum, indices, sent, k, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = j < k
@@ -150,6 +168,16 @@ def launch_tiles(kernel: Any, vectors: tuple[Tensor, ...], numbers: tuple[float,
 def no_report(device: torch.device) -> Tensor:
     """Where kernels report, before they do."""
     return torch.zeros((), dtype=torch.uint8, device=device)
+
+
+@placed
+def finite_or_zero(x: Tensor) -> tuple[Tensor, Tensor]:
+    n, out, nonfinite = x.numel(), torch.empty_like(x), no_report(x.device)
+    if n == 0 or not readable(x):
+        return definition(fused.finite_or_zero)(x)
+    fresh = (x, out, nonfinite)
+    launch(_finite, -(-n // BLOCK), (n, *form(*fresh)), fresh, (n, BLOCK), num_warps=8)
+    return out, nonfinite.view(torch.bool)
 
 
 @placed

@@ -1,7 +1,8 @@
 """Signs of short blocks, as of ``sign(per=4096)``: scale, signs and what is left over, from one pass.
 
 One program holds a block: its scale is known before the entries leave the registers, so that the residual is read once
-and written once. Longer segments take the passes of `sign`.
+and written once. Of still shorter blocks, as of ``sign(per=64)``, a program holds many, and another one packs their
+signs. Longer segments take the passes of `sign`.
 """
 
 import torch
@@ -16,12 +17,14 @@ from gradwire.kernels.cuda.codes import message, store_codes
 from gradwire.kernels.cuda.momentum import averaged, rule_of
 from gradwire.kernels.cuda.places import TOGETHER, by_block, end_to_end, place_of, vector_of
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT
-from gradwire.kernels.cuda.tables import Grid, definition, grid, placed
+from gradwire.kernels.cuda.tables import BLOCK, Grid, definition, grid, placed
 from gradwire.kernels.momentum import Momentum
 
 _NARROWEST, _WIDEST = 512, 8192  # entries of the longest block
-EACH = 256  # entries of a warp
-REGISTERS = 64  # of a thread: two blocks of 4096 fit side by side, so that one computes while the other is read
+_SHORT = 256  # entries of the longest of short blocks
+EACH = 512  # entries of a warp
+REGISTERS = 64  # of a thread: four blocks of 4096 fit side by side, so that some compute while others are read
+_MOMENTUM_REGISTERS = 96  # where two more vectors are read
 
 
 @triton.jit
@@ -111,7 +114,66 @@ def encode_blocks(
     _blocks[(blocks,)](
         grad, last, denominator, last if out is None else out, x if before is None else before, x, nonfinite, scales,
         bits, where.starts, beta, 1.0 - beta, decay, (ROOT if norm else MEAN).value, rule, out is not None, how, width,
-        num_warps=max(1, width // EACH), maxnreg=REGISTERS, enable_fp_fusion=False,
+        num_warps=max(1, width // EACH), maxnreg=REGISTERS if momentum is None else _MOMENTUM_REGISTERS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return data
+
+
+@triton.jit
+def _pack(x, bits, tile, n, TILE: tl.constexpr):
+    """The signs of a tile, in which blocks may begin anywhere."""
+    base = tile.to(tl.int64) * TILE
+    row = tl.arange(0, TILE // 8)
+    at = row[:, None] * 8 + tl.arange(0, 8)[None, :]
+    live = at < n - base
+    signs = tl.load(x + base + at, mask=live, other=0.0).to(tl.float32) >= 0
+    store_codes(bits + base // 8, row, signs.to(tl.int32), live, 1, True)
+
+
+@triton.jit
+def _scales(x, scales, starts, block, blocks, STAT: tl.constexpr, WIDTH: tl.constexpr):
+    """The scales of some blocks."""
+    there = block < blocks
+    start = tl.load(starts + block, mask=there, other=0)
+    size = (tl.load(starts + block + 1, mask=there, other=0) - start).to(tl.int32)
+    at = tl.arange(0, WIDTH)[None, :]
+    wide = tl.load(x + start[:, None] + at, mask=at < size[:, None], other=0.0).to(tl.float32)
+    wide = tl.abs(wide).to(tl.float64)
+    wide = wide if STAT == MEAN else wide * wide
+    mean = tl.sum(wide, 1) / tl.maximum(size, 1).to(tl.float64)
+    tl.store(scales + block, mean.to(tl.float32) if STAT == MEAN else tl.sqrt(mean).to(tl.float32), mask=there)
+
+
+@triton.jit
+def _short_blocks(
+    x, scales, bits, starts, blocks, n, tiles,
+    STAT: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Some programs pack signs, the others find scales: neither waits for the other."""
+    number = tl.program_id(0)
+    if number < tiles:
+        _pack(x, bits, number, n, TILE)
+    else:
+        block = (number - tiles) * TOGETHER + tl.arange(0, TOGETHER)
+        _scales(x, scales, starts, block, blocks, STAT, WIDTH)
+
+
+def are_short(where: Grid) -> bool:
+    """Whether a program can hold several of any segments."""
+    return 0 < where.widest <= _SHORT
+
+
+def encode_short(x: Tensor, where: Grid, norm: bool) -> Tensor:
+    """The message of short blocks."""
+    blocks = where.starts.numel() - 1
+    data, scales, bits = message(blocks, where.n, 1, x.device)
+    width = triton.next_power_of_2(where.widest)
+    together = BLOCK // width
+    tiles = -(-where.n // BLOCK)
+    _short_blocks[(tiles + -(-blocks // together),)](
+        x, scales, bits, where.starts, blocks, where.n, tiles, (ROOT if norm else MEAN).value, width, together, BLOCK,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return data
 

@@ -72,12 +72,14 @@ def _table(spans: Spans, lengths: tuple[int, ...], tile: int, device: torch.devi
         return None
     places = address[piece] + 4 * (starts - before(size)[piece])
     aligned = not bool((places % 16).any())
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # The graph would read the host's memory at every replay.
-        raise RuntimeError("a table of addresses is made by eager steps, before a capture")
     return moved(places, device), int((ALIGNED if aligned else PIECES).value)
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """Copied without waiting for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    if device.type != "cuda":
+        return x
+    if torch.cuda.is_current_stream_capturing():
+        # The graph would read the host's memory at every replay.
+        raise RuntimeError("a table of addresses is made by eager steps, before a capture")
+    return x.pin_memory().to(device, non_blocking=True)

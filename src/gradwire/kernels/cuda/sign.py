@@ -8,7 +8,7 @@ from torch import Tensor
 from gradwire.core.segments import known
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.cuda.accumulate import Entering, fetch, memory_of, no_report, put, readable
-from gradwire.kernels.cuda.block_signs import are_blocks, encode_blocks
+from gradwire.kernels.cuda.block_signs import are_blocks, are_short, encode_blocks, encode_short
 from gradwire.kernels.cuda.codes import message
 from gradwire.kernels.cuda.decode import SIDE, SIGN, decode
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT, SIDES, survey
@@ -49,6 +49,8 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
     where = grid(known(lengths), values.device)
     if are_blocks(where):
         return encode_blocks(values, where, norm)
+    if are_short(where):
+        return encode_short(values, where, norm)
     data, scales, bits = message(lengths.numel(), where.n, 1, values.device)
     survey(values, where, ROOT if norm else MEAN, scales, bits=bits)
     return data

@@ -42,31 +42,40 @@ def _last_tied(keys, places, count, key, left, length):
 
 
 @triton.jit
+def search_loaded(keys, wanted, low, high):
+    """The key that ``wanted`` of these keys, which are in registers, reach. low <= it <= high."""
+    while low < high:  # two are counted in one number, so that the range is cut into three
+        step = (high - low) // 3 + 1
+        first = low + step
+        second = high - tl.maximum(high - first - step, 0)
+        both = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
+        if (both >> 16) >= wanted:
+            low = second
+        elif (both & 0xFFFF) >= wanted:
+            low, high = first, second - 1
+        else:
+            high = first - 1
+    return low
+
+
+@triton.jit
 def search(keys, places, count, wanted, low, high, length):
     """The key and place of the last of ``wanted`` winners; of equals the first win. low <= its key <= high."""
-    while low < high:
-        middle = high - (high - low) // 2
-        if _reaching(keys, count, middle) >= wanted:
-            low = middle
-        else:
-            high = middle - 1
+    if count <= WIDTH:
+        at = tl.arange(0, WIDTH)
+        low = search_loaded(tl.load(keys + at, mask=at < count, other=-1), wanted, low, high)
+    else:
+        while low < high:
+            middle = high - (high - low) // 2
+            if _reaching(keys, count, middle) >= wanted:
+                low = middle
+            else:
+                high = middle - 1
     over = _reaching(keys, count, low + 1)
     last = tl.zeros([], tl.int64) + length
     if _tied(keys, places, count, low, length) > wanted - over:
         last = _last_tied(keys, places, count, low, wanted - over, length)
     return low, last
-
-
-@triton.jit
-def search_loaded(keys, wanted, low, high):
-    """The key that ``wanted`` of these keys, which are in registers, reach. low <= it <= high."""
-    while low < high:
-        middle = high - (high - low) // 2
-        if tl.sum((keys >= middle).to(tl.int32), 0) >= wanted:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @triton.jit

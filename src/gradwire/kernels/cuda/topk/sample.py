@@ -39,7 +39,6 @@ from gradwire.kernels.cuda.topk.workspace import (
 _SHIFT = tl.constexpr(20)  # bits of a key below its coarse bin: 8 bins for a factor of two
 _LOWEST = tl.constexpr(27 << 3)  # bin 0 is for all below 2^-100
 _FINE = tl.constexpr(_SHIFT.value - 10)  # bits of a key below its fine bin, where one coarse bin is cut into all
-_RUN = tl.constexpr(64)  # neighbors that are sampled together
 _SPARSE_BITS = tl.constexpr(17)  # of a candidate's key below its bin: 64 bins for a factor of two
 _ALL_BITS = tl.constexpr(24)  # bins for all there is
 
@@ -107,12 +106,12 @@ def _set_range(entry, line, bins):
 @triton.jit
 def _sampled(
     grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay,
-    RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, HOW: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a chunk's sample."""
+    """The keys of a chunk's sample: so many runs of RUN neighbors as it has rows."""
     run = mine * ROWS + tl.arange(0, ROWS)
     at = tl.load(entry + START) + run[:, None] * (tl.load(entry + LENGTH) // (chunks * ROWS))
-    at = tl.reshape(at + tl.arange(0, _RUN)[None, :], [ROWS * _RUN])
+    at = tl.reshape(at + tl.arange(0, RUN)[None, :], [ROWS * RUN])
     grad = origin_of(grad, at, HOW, BLOCK)
     v, _, _ = averaged(grad, residual, momentum, denominator, at, at >= 0, m, rest, decay, RULE, False)
     return key_of(v)
@@ -134,7 +133,7 @@ def _count(bins, bin, live):
 @triton.jit
 def sample(
     grad, residual, momentum, denominator, sampled, table, chunk_segment, state, coarse, m, rest, decay,
-    RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, HOW: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.load(sampled + tl.program_id(0))
     segment = tl.load(chunk_segment + chunk)
@@ -146,7 +145,7 @@ def sample(
         tl.store(line + BITS, _ALL_BITS)
     else:
         key = _sampled(
-            grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, BLOCK
+            grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, RUN, BLOCK
         )  # fmt: skip
         _count(bins, tl.minimum(tl.maximum((key >> _SHIFT) - _LOWEST, 0), BINS - 1), key >= 0)
         if is_last(line, _sampled_of(chunks)):
@@ -156,7 +155,7 @@ def sample(
 @triton.jit
 def refine(
     grad, residual, momentum, denominator, sampled, table, chunk_segment, state, coarse, m, rest, decay,
-    RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, HOW: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the coarse bins at the ends of the range in fine bins, and set the range once more."""
     chunk = tl.load(sampled + tl.program_id(0))
@@ -167,7 +166,7 @@ def refine(
     end = tl.load(line + HIGH).to(tl.int32)  # what lies above was counted in coarse bins
     if (kind != SMALL) & (begin > 0):
         key = _sampled(
-            grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, BLOCK
+            grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, RUN, BLOCK
         )  # fmt: skip
         fine = (key - begin) >> bits
         _count(bins, tl.minimum(tl.maximum(fine, 0), BINS - 1), (key >= begin) & (key < end) & (fine < BINS))

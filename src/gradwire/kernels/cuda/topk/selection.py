@@ -19,7 +19,7 @@ from gradwire.kernels.cuda.topk.mark import mark
 from gradwire.kernels.cuda.topk.radix_fallback import DIGITS, PROGRAMS, count_digits, count_ties
 from gradwire.kernels.cuda.topk.sample import refine, sample
 from gradwire.kernels.cuda.topk.threshold import narrow, threshold
-from gradwire.kernels.cuda.topk.workspace import PARTS, Scratch, SelectionPlan, plan, stream_of
+from gradwire.kernels.cuda.topk.workspace import LONG_RUN, PARTS, SHORT_RUN, Scratch, SelectionPlan, plan, stream_of
 from gradwire.kernels.cuda.topk.write import write
 from gradwire.kernels.fused import Accumulation, Selected
 from gradwire.kernels.momentum import Momentum
@@ -28,7 +28,9 @@ from gradwire.kernels.momentum import Momentum
 _MARK = {"num_warps": 1, "maxnreg": 96, "enable_fp_fusion": False}
 _AVERAGE = {"num_warps": 1, "maxnreg": 128, "enable_fp_fusion": False}  # of one more vector
 _COMPACT = {"num_warps": 8, "maxnreg": 80}
-_THRESHOLD = {"num_warps": 4, "maxnreg": 96}
+_SAMPLE = {SHORT_RUN: {"num_warps": 2, "maxnreg": 96}, LONG_RUN: {"num_warps": 8}}
+_NARROW = {"num_warps": 4, "maxnreg": 96}
+_THRESHOLD = {"num_warps": 8, "maxnreg": 64}
 _RADIX = {"num_warps": 8, "maxnreg": 80}
 _WRITE = {"num_warps": 4, "maxnreg": 96}
 
@@ -125,9 +127,20 @@ class _Selection:
         """Find ranges; then accumulate and mark."""
         p, tiles, (vectors, rule, numbers, how) = self.plan, self.plan.grid, read
         facts = (self.facts, rule, numbers, how, *form(*vectors))
-        sampled = (p.sampled, p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, rule, how, BLOCK)
-        launch(sample, p.sampled.numel(), facts, vectors, sampled, num_warps=8)
-        launch(refine, p.sampled.numel(), facts, vectors, sampled, num_warps=8)
+        sampled = (
+            p.sampled,
+            p.table,
+            p.chunk_segment,
+            scratch.state,
+            scratch.coarse,
+            *numbers,
+            rule,
+            how,
+            p.run,
+            BLOCK,
+        )
+        for kernel in (sample, refine):
+            launch(kernel, p.sampled.numel(), facts, vectors, sampled, **_SAMPLE[p.run])
         marked = (
             scratch.flags, tiles.n, *numbers, tiles.tile_row, tiles.tile_segment, tiles.row_segment, p.table,
             scratch.state, scratch.words, scratch.slot_bits, scratch.slot_at, rule, how, p.dense, p.slots,
@@ -148,7 +161,7 @@ class _Selection:
             p.slots, BLOCK,
         )  # fmt: skip
         launch(compact, p.chunks, facts, (x,), counted, **_COMPACT)
-        launch(narrow, p.chunks, facts, (p.table,), (*around[1:], scratch.fine, *candidates[:3]), **_THRESHOLD)
+        launch(narrow, p.chunks, facts, (p.table,), (*around[1:], scratch.fine, *candidates[:3]), **_NARROW)
         searched = (*around, *candidates, scratch.bound_key, scratch.bound_place, *winners, scratch.flags, BLOCK)
         launch(threshold, p.chunks, facts, (x,), searched, **_THRESHOLD)
         programs, over = min(p.chunks, PROGRAMS), (scratch.number, *winners, scratch.flags, n, p.chunks)

@@ -70,13 +70,14 @@ SLAB = tl.constexpr(512)  # entries of a program of `mark`
 PARTS = tl.constexpr(BLOCK // SLAB.value)  # slabs of a tile
 ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the first pass
 SAMPLED = tl.constexpr(64)  # chunks of a segment, at least, that are sampled if there are so many
-SAMPLE = 2048  # entries of each of these
+SHORT_RUN, LONG_RUN = 16, 64  # neighbors that are sampled together; a chunk has a run for each row
 
 _serial = itertools.count()
 _recent: dict[Any, tuple[Any, Any, "SelectionPlan"]] = {}  # by identity: hashing hundreds of numbers is slow
 _PLANS = 256  # that are kept
 _SMALL = 2048  # entries of a small segment
 _MANY = 16  # of so many entries one or more: the segment is dense
+_SEVERAL = 256  # of so many entries one or more: a short sample has enough of those that are selected
 
 
 class Scratch(NamedTuple):
@@ -111,6 +112,7 @@ class SelectionPlan(NamedTuple):
     room: int  # for candidates
     slots: int  # for those of a slab
     dense: bool  # some segment is dense
+    run: int  # the length of a sample's runs
     place: torch.dtype
     table: Tensor
     chunk_segment: Tensor  # int32[chunks]
@@ -148,7 +150,9 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
     columns = (*budgets, row[:-1], row[1:], before(chunks), chunks, kind)
     table = torch.zeros(len(lengths), COLUMNS.value, dtype=torch.int64)
     table[:, : len(columns)] = torch.stack(columns, 1)
-    taken = torch.minimum(chunks, torch.tensor(SAMPLED.value)) * SAMPLE
+    short = bool(((_SEVERAL * count > size) & ~dense | (kind == SMALL.value) | (count == 0)).all())
+    run = SHORT_RUN if short else LONG_RUN
+    taken = torch.minimum(chunks, torch.tensor(SAMPLED.value)) * ROWS.value * run
     segment = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(chunks)
     mine = torch.arange(segment.numel(), dtype=torch.int32) - before(chunks)[segment]
     return SelectionPlan(
@@ -159,6 +163,7 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
         int(room.sum()),
         _slots(count, size, dense, taken, kind == SMALL.value),
         bool(dense.any()),
+        run,
         torch.int32 if max(lengths, default=0) < 2**31 else torch.int64,
         table.to(device),
         segment.to(device),
