@@ -41,7 +41,11 @@ def test_a_name_alone_prints_its_card():
 
 def test_a_preset_prints_its_arguments_and_where_its_formulas_are():
     shown = " ".join(run("codecs", "onebit_adam").stdout.split())
-    assert "arguments start=256, beta=0.9, per=4096" in shown and "The variance is frozen after the start" in shown
+    assert (
+        "arguments start=None, beta=0.9, per=4096" in shown
+        and "steps=None" in shown
+        and "The variance is frozen after the start" in shown
+    )
     assert "gradwire codecs common_momentum and gradwire codecs two_way" in shown
     assert "formulas" not in run("codecs", "dense").stdout
 

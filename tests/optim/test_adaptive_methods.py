@@ -692,3 +692,16 @@ def test_local_steps_are_refused_with_the_call_that_takes_them(how: str, remedy:
     assert (
         text.startswith("'sparseloco(H=5)' ") and f"gradwire.{remedy}" in text and text.count("'sparseloco(H=5)'") == 2
     )
+
+
+@pytest.mark.parametrize("spec", ["onebit_adam({})", "zero_one_adam({})", "dgc_adam(0.1, {})"])
+@pytest.mark.parametrize(
+    ("given", "start"), [("", 256), ("steps=4000", 600), ("steps=200", 100), ("start=50, steps=4000", 50)]
+)
+def test_a_start_by_the_length_of_the_training(spec: str, given: str, start: int) -> None:
+    assert gradwire.method(spec.format(given).replace(", )", ")")).gradient_steps == start
+
+
+def test_a_training_has_steps() -> None:
+    with pytest.raises(ValueError, match="steps=0 must be"):
+        gradwire.method("onebit_adam(steps=0)")

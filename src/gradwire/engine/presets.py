@@ -34,6 +34,9 @@ from gradwire.feedback import (
     Residual,
 )
 
+START_SHARE = 0.15  # of a training: a start that measures a variance; docs/adamw.md has what shorter ones cost
+FEWEST_START = 100  # steps, however short the training is
+_USUAL_START = 256  # where the length of the training is not known
 _MASKED = 0.05  # of the entries: where fewer are sent, dgc_adam masks its momentum
 Start: TypeAlias = "Stage | Codec | Mapping[int, Stage | Codec]"  # how gradients are sent before momentum is
 
@@ -66,13 +69,14 @@ def ef_signsgd() -> Method:
 
 @register("onebit_adam", kind="preset")
 def onebit_adam(
-    start: int = 256,
+    start: int | None = None,
     beta: float = 0.9,
     per: int = 4096,
     first: "Start | None" = None,
     floor: float = 0.1,
     divide: str = "before",
     alone: int = 0,
+    steps: int | None = None,
 ) -> Method:
     """1-bit Adam (Tang et al., ICML 2021): signs of AdamW's momentum; before, ``first`` for ``start`` steps.
 
@@ -80,15 +84,17 @@ def onebit_adam(
     ``int4``. The variance is frozen after the start; its root is at least ``floor`` of a tensor's mean. Momentum is
     divided by it ``before`` compression, or ``after`` as in the paper. Both legs keep their errors; ``per`` entries
     share a scale. For ``alone`` steps of the start nothing is sent; then all ranks go on from rank 0's weights and
-    moments.
+    moments. Where only the ``steps`` of the training are given, the start takes 15 % of them, but no fewer than 100;
+    where neither is, 256 steps.
     """
+    start = _start_of(start, steps)
     first = {0: TwoBit()} | {3 * start // 5: Int4()} if first is None else first
     return _started(start, alone, first, codec(Sign(per=per)), CommonMomentum(beta, floor, divide), TwoWay())
 
 
 @register("zero_one_adam", kind="preset")
 def zero_one_adam(
-    start: int = 256,
+    start: int | None = None,
     beta: float = 0.9,
     per: int = 4096,
     first: Start = Int4(),  # noqa: B008 - a frozen value
@@ -96,20 +102,21 @@ def zero_one_adam(
     divide: str = "before",
     alone: int = 0,
     refresh: int = 16,
+    steps: int | None = None,
 ) -> Method:
     """0/1 Adam (Lu et al., ICLR 2023): ``onebit_adam`` with fresh variances; some steps send gradients, for these.
 
     Those steps are 0, 1, 2, ...: ``refresh`` of them one step apart, as many two, as many four, and so on; in the start
     all steps send gradients. The paper's local steps are not part of it.
     """
-    whole = onebit_adam(start, beta, per, first, floor, divide, alone)
+    whole = onebit_adam(start, beta, per, first, floor, divide, alone, steps)
     return replace(whole, refresh=refresh)
 
 
 @register("dgc_adam", kind="preset")
 def dgc_adam(
     ratio: float = 0.01,
-    start: int = 256,
+    start: int | None = None,
     beta: float = 0.9,
     masking: bool | None = None,
     values: Quantizer = Sign(per=64),  # noqa: B008 - a frozen value
@@ -118,19 +125,30 @@ def dgc_adam(
     alone: int = 0,
     decay: float = 1.0,
     ramp: int = 0,
+    steps: int | None = None,
 ) -> Method:
     """Deep Gradient Compression in front of AdamW: ``first`` for ``start`` steps, then the largest entries.
 
     With ratio 1 and exact values it is Adam with a variance that is frozen after the start. ``decay`` of the error is
     kept from step to step; ``masking`` is Deep Gradient Compression's. It harms where a tenth of the entries is sent,
     so that by default it is on below a ratio of 0.05. For ``ramp`` steps after the start more entries are sent: a
-    quarter of all, a quarter of those, and so on.
+    quarter of all, a quarter of those, and so on. ``steps`` is as in ``onebit_adam``.
     """
+    start = _start_of(start, steps)
     chain = codec(values) if ratio == 1.0 else TopK(ratio) | values
     masks = ratio < _MASKED if masking is None else masking
     made = _started(start, alone, first, chain, PreconditionedMomentum(beta, masks, floor, decay), Auto())
     denser = _ramp(chain, ratio, ramp, start) if ramp else ()
     return replace(made, table=(*made.table[:-1], *denser, (start + ramp, chain))) if denser else made
+
+
+def _start_of(start: int | None, steps: int | None) -> int:
+    """The steps of a start that measures a variance: as they are given, or by the length of the training."""
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps} must be how many steps the training has; leave it out where that is not known")
+    if start is not None:
+        return start
+    return _USUAL_START if steps is None else max(FEWEST_START, round(START_SHARE * steps))
 
 
 def _started(start: int, alone: int, first: Start, chain: Codec, feedback: Feedback, exchange: Exchange) -> Method:

@@ -24,7 +24,7 @@ from gradwire.integrations.local.trainers import (
 from gradwire.integrations.model import is_sharded, optimizers_of
 from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.ownership import release
-from gradwire.integrations.trainer_warnings import FEWEST, warn_long_start
+from gradwire.integrations.trainer_warnings import warn_of_start
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LightningCompression(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.wire is not None and self.wire.link.rank == 0:
-            warn_long_start(self.wire.engine.full_plan.start, _max_steps(trainer), self.spec, FEWEST)
+            warn_of_start(self.wire.engine.full_plan.start, _max_steps(trainer), self.spec)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if not pl_module.automatic_optimization:

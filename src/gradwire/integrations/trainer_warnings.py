@@ -1,11 +1,13 @@
-"""Warnings that point at the user's own line, also under a trainer, and a warning of a long start."""
+"""Warnings that point at the user's own line, also under a trainer, and what is wrong with a start."""
 
+import math
 import sys
 import warnings
 from types import FrameType
 
-SHARE = 0.15  # of a training: its start
-FEWEST = 100  # steps of a start that measures a variance, however short the training is
+from gradwire.engine.presets import FEWEST_START, START_SHARE
+
+_SHORT = 0.1  # of a training: what a shorter start cost is in docs/adamw.md
 _PACKAGES = {"gradwire", "transformers", "accelerate", "lightning", "pytorch_lightning", "torch", "contextlib"}
 
 
@@ -18,26 +20,34 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-def warn_long_start(start: int, max_steps: float, spec: object, fewest: int = 1) -> None:
-    """Warn of a training that ends in its start, which was meant to be its first steps.
+def warn_of_start(start: int, max_steps: float, spec: object, measures: bool = True) -> None:
+    """Warn of a start that is too long or too short for the training; see `start_problem`."""
+    if problem := start_problem(start, max_steps, repr(str(spec)), "the spec", measures):
+        warn_user(problem)
+
+
+def start_problem(start: int, max_steps: float, what: str, where: str, measures: bool) -> str:
+    """What is wrong with a start: the training ends in it, or its variance is of too few steps. Empty if nothing is.
 
     Args:
-        start: How many steps.
-        max_steps: Of the training; not above 0, if it is not known.
-        spec: That has the start.
-        fewest: Steps that a start of its kind should have.
+        start: How many steps; 0: there is none.
+        max_steps: Of the training; not above 0, or infinite, if it is not known.
+        what: Has the start.
+        where: Another length is to be written.
+        measures: Whether a variance is measured in it, so that it may not be too short.
     """
-    if 0 < max_steps <= start:
-        warn_user(
-            f"the start of {str(spec)!r} takes {start} of {max_steps} steps, so that the training never leaves it; "
-            f"{_remedy(max_steps, fewest)}"
-        )
-
-
-def _remedy(max_steps: float, fewest: int) -> str:
-    """A start by the rule of docs/adamw.md; or another spec, where that would be most of the training."""
-    share = max(fewest, int(SHARE * max_steps))
-    rule = f"{100 * SHARE:.0f} % of the training" + f", but no fewer than {fewest} steps" * (fewest > 1)
+    if not start or not 0 < max_steps < math.inf:
+        return ""
+    fewest = FEWEST_START if measures else 1
+    share = max(fewest, round(START_SHARE * max_steps))
+    rule = f"{100 * START_SHARE:.0f} % of the training" + f", but no fewer than {fewest} steps" * measures
+    told = f"the start of {what} takes {start:,} of {max_steps:,.0f} steps"
+    say = f"such as start={share}, into {where}: {rule}"
+    if start < max_steps:
+        short = measures and start < _SHORT * max_steps
+        cost = "in onebit_adam, one of 5 % and less cost 3 to 5 % of the loss"
+        return f"{told}, which is {100 * start / max_steps:.2g} %; {cost}; write a longer one, {say}" * short
+    remedy = f"write a shorter one, {say}"
     if share > max(1, max_steps / 2):
-        return f"a start should be {rule}: train for longer, or take int4, which has no start"
-    return f"write a shorter one, such as start={share}, into the spec: {rule}"
+        remedy = f"a start should be {rule}: train for longer, or take int4, which has no start"
+    return f"{told}, so that the training never leaves it; {remedy}"

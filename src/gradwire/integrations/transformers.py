@@ -20,7 +20,7 @@ from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.local.trainers import local_prepared, warn_inside_round, warn_of_last_steps
 from gradwire.integrations.model import local_part
 from gradwire.integrations.optimizer import check_wire
-from gradwire.integrations.trainer_warnings import FEWEST, warn_long_start
+from gradwire.integrations.trainer_warnings import warn_of_start
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TrainerCompression(TrainerCallback):
             self._load(args, state)
         assert self.wire is not None
         if self.wire.link.rank == 0:
-            warn_long_start(self.wire.engine.full_plan.start, state.max_steps, self.spec, FEWEST)
+            warn_of_start(self.wire.engine.full_plan.start, state.max_steps, self.spec)
 
     def _attach(self, model: Any) -> None:
         accelerator = self.trainer.accelerator

@@ -25,13 +25,13 @@ from gradwire_lab.train.compression import arguments, method_of
 from gradwire_lab.train.data import Task, TextTask, load
 from gradwire_lab.train.gossip_workers import gossip_method_of, nodes
 from gradwire_lab.train.loading import batch_of, check_sizes, loader_of
-from gradwire_lab.train.long_start import long_start
 from gradwire_lab.train.models import build as build_model
 from gradwire_lab.train.models.regime import regime_of
 from gradwire_lab.train.optimizers import apply_regime
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import Schedule, scale_of
+from gradwire_lab.train.start_check import check_start
 
 
 def parts(recipe: Recipe, world: int) -> Iterator[RenderableType | FittedTable]:
@@ -55,7 +55,7 @@ def parts(recipe: Recipe, world: int) -> Iterator[RenderableType | FittedTable]:
     if recipe.gossip.method:
         yield gossip_table(recipe, model, world)
         return
-    if warning := long_start(recipe, last):
+    if warning := check_start(recipe, last):
         yield Text(warning)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if recipe.local.spec:

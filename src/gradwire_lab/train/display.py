@@ -54,8 +54,8 @@ class Display:
             f"{record['batch']} examples a worker and step, {record['steps_per_epoch']} steps an epoch"
         )
         self._print(record["method"])
-        if "long_start" in record:
-            self._print(record["long_start"])
+        if "start_warning" in record:
+            self._print(record["start_warning"])
         if (load := noted_in(record)) is not None and load.busy:
             self._print(f"this machine is busy with other work ({load}): the times of this run mean little")
         if record["step"] >= record["steps"]:

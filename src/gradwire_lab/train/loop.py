@@ -19,13 +19,13 @@ from gradwire_lab.train.data import Batch, Task, TextTask
 from gradwire_lab.train.evaluation import better, chance_level
 from gradwire_lab.train.gossip_strategy import GossipStrategy
 from gradwire_lab.train.loading import Prefetcher, batch_of, loader_of, task_of
-from gradwire_lab.train.long_start import long_start
 from gradwire_lab.train.models import build
 from gradwire_lab.train.models.regime import regime_of
 from gradwire_lab.train.optimizers import apply_regime
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import Schedule, scale_of
+from gradwire_lab.train.start_check import check_start
 from gradwire_lab.train.sync_strategy import SyncStrategy
 
 Strategy = SyncStrategy | GossipStrategy
@@ -219,7 +219,7 @@ class Training:
             "steps": self.last_step,
             "step": self.step,
             "seconds": self.seconds,
-            **({"long_start": warning} if (warning := long_start(self.recipe, self.last_step)) else {}),
+            **({"start_warning": warning} if (warning := check_start(self.recipe, self.last_step)) else {}),
         }
 
     def _step_record(self, loss: float) -> dict[str, Any]:

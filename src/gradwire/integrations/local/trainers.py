@@ -14,7 +14,7 @@ from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.entry_point import EntryPoint
 from gradwire.integrations.local.attach import local
 from gradwire.integrations.local.handle import LocalSync
-from gradwire.integrations.trainer_warnings import warn_long_start, warn_user
+from gradwire.integrations.trainer_warnings import warn_of_start, warn_user
 from gradwire.local.method import LocalMethod
 
 _hooks: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
@@ -108,7 +108,7 @@ def warn_of_last_steps(outer: LocalSync, spec: object, max_steps: float) -> None
     start = outer.method.start
     if outer.link.rank or not 0 < max_steps < math.inf:
         return
-    warn_long_start(start, max_steps, spec)
+    warn_of_start(start, max_steps, spec, measures=False)
     if max_steps <= max(outer.steps, start) or not _rounds_are_known(outer):
         return
     _, last = outer.schedule.rounds_within(int(max_steps), max(outer.steps - outer.inside, start))
