@@ -9,10 +9,11 @@ from pathlib import Path
 
 
 def files(package: str) -> list[Path]:
-    """In order of their names; none where the package is not installed."""
+    """In order of their names."""
     found = importlib.util.find_spec(package)
-    places = [] if found is None else found.submodule_search_locations or []
-    return [path for place in places for path in sorted(Path(place).rglob("*.py"))]
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit(f"there is no package {package!r}; install it, or leave it out, which makes another text")
+    return [path for place in found.submodule_search_locations for path in sorted(Path(place).rglob("*.py"))]
 
 
 def main() -> None:

@@ -308,6 +308,15 @@ def test_selection_leaves_its_scratch_clean():
         same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
+@pytest.mark.parametrize(
+    ("length", "count", "run"),
+    [(589_824, 5898, 16), (65_536, 300, 64), (589_824, 590, 64), (589_824, 58_982, 64)],
+    ids=["one percent", "a small matrix", "few entries", "many entries"],
+)
+def test_short_samples_where_they_suffice(length, count, run):
+    assert plan((length, 100, 5000), (count, 1, 0), torch.device(DEVICE)).run == run
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [0, 7, 2048, 5003])
 @pytest.mark.parametrize("bad", [None, torch.nan, -torch.inf])

@@ -102,11 +102,11 @@ def test_momentum_is_applied_with_frozen_denominators(fused: bool) -> None:
     weight.grad = torch.randn_like(weight)
     bias.grad = torch.ones_like(bias)
     optimizer.step()
-    expected = twin * (1 - 0.01 * 0.1) - 0.01 / (1 - 0.9**4) * weight.grad / denominator
+    expected = twin * (1 - 0.01 * 0.1) - 0.01 * weight.grad / denominator
     torch.testing.assert_close(weight.detach(), expected)
-    assert torch.equal(unbiased(optimizer, weight), variance)  # torch's correction of its bias counts steps
+    assert torch.equal(unbiased(optimizer, weight), variance)
     assert not torch.equal(optimizer.state[bias]["exp_avg_sq"], others)  # torch's step goes on for the rest
-    assert float(optimizer.state[weight]["step"]) == 3 and optimizer.momentum_steps(weight) == 1
+    assert float(optimizer.state[weight]["step"]) == 3  # that have measured the variance
 
 
 def test_a_denominator_is_never_far_below_the_mean() -> None:

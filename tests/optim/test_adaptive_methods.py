@@ -89,7 +89,7 @@ def plain(method: str, steps: int, floor: float = 0.1, per: int = 32) -> list[Te
     frozen: dict[int, Tensor] = {}
     last: dict[int, Tensor] = {}
     variances: dict[int, Tensor] = {}
-    measured, sent_since = [0] * len(m), [0] * len(m)  # steps that have measured the variance, and those since
+    measured = [0] * len(m)  # steps that have measured the variance
     for step in range(steps):
         grads = mean_gradients(model, step)
         for i, p in enumerate(model.parameters()):
@@ -98,7 +98,7 @@ def plain(method: str, steps: int, floor: float = 0.1, per: int = 32) -> list[Te
                 t = measured[i]
                 if i in frozen:  # back to units of gradients; the variance and its count are those of before
                     m[i] = m[i] * (variances[i].sqrt() + 1e-8)  # AdamW has no floor, and must take the same step
-                    m[i] *= (1 - BETA**t) / (1 - BETA ** (t + sent_since[i]))
+                    m[i] *= 1 - BETA**t  # which AdamW divides by
                     del frozen[i]
                 measured[i] = t = t + 1
                 g = sum(grads[i]) / WORLD
@@ -109,14 +109,13 @@ def plain(method: str, steps: int, floor: float = 0.1, per: int = 32) -> list[Te
                 if i not in frozen:
                     variances[i] = v[i] / (1 - 0.999 ** measured[i])
                     frozen[i] = floored(v[i], measured[i], floor)
-                    sent_since[i] = 0
                     for rank in range(WORLD):
                         errors[rank][i] *= last.get(i, 0.0) / frozen[i]
                     last[i] = frozen[i]
+                    m[i] = m[i] / (1 - BETA ** measured[i])  # it began with zeros; from here on nothing is corrected
                     m[i] = m[i] if method == "paper" else m[i] / frozen[i]
                     moments[i] = [m[i].clone() for _ in range(WORLD)]
                 d = frozen[i]
-                sent_since[i] += 1
                 if method != "dense":
                     sent = []
                     for rank in range(WORLD):
@@ -129,7 +128,7 @@ def plain(method: str, steps: int, floor: float = 0.1, per: int = 32) -> list[Te
                     for rank in range(WORLD):
                         moments[i][rank] = BETA * moments[i][rank] + (1 - BETA) * grads[i][rank] / d
                     m[i] = sum(moments[i]) / WORLD
-                move = (m[i] / d if method == "paper" else m[i]) / (1 - BETA ** (measured[i] + sent_since[i]))
+                move = m[i] / d if method == "paper" else m[i]
             with torch.no_grad():
                 p.mul_(1 - RATE * DECAY).sub_(RATE * move)
     return [p.detach().clone() for p in model.parameters()]
@@ -180,10 +179,10 @@ def two_legs(weight: Tensor, steps: int, *, divide_first: bool) -> Tensor:
         if step < START:
             g = sum(grads) / WORLD
             m, v = BETA * m + (1 - BETA) * g, 0.999 * v + 0.001 * g * g
-            move = m / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+            move = m / (1 - BETA ** (step + 1)) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
         else:
             if step == START:
-                d = floored(v, START, 0.1)
+                d, m = floored(v, START, 0.1), m / (1 - BETA**START)
                 m = m / d if divide_first else m
             sent = []
             for rank in range(WORLD):
@@ -195,7 +194,7 @@ def two_legs(weight: Tensor, steps: int, *, divide_first: bool) -> Tensor:
             served = target - m
             move = m if divide_first else m / d
         with torch.no_grad():
-            weight.mul_(1 - RATE * DECAY).sub_(RATE / (1 - BETA ** (step + 1)) * move)
+            weight.mul_(1 - RATE * DECAY).sub_(RATE * move)
     return weight.detach()
 
 
@@ -343,7 +342,7 @@ def test_parameters_of_16_bits_are_rounded_once_a_step() -> None:
         optimizer.step()
     assert wire.state_dict()["momentum/second.weight"].dtype == torch.float32
     denominator = optimizer.frozen.denominators()[model.second.weight]
-    momentum = model.second.weight.grad.float() / denominator / (1 - BETA**2)
+    momentum = model.second.weight.grad.float() / denominator
     expected = before.float() * (1 - RATE * DECAY) - RATE * momentum
     torch.testing.assert_close(model.second.weight.detach(), expected.bfloat16(), rtol=1e-2, atol=0)
 
@@ -384,8 +383,8 @@ def test_the_optimizers_state_has_the_common_momentum(divide: str) -> None:
     momentum = wire.state_dict()["momentum/first.weight"].view_as(p)
     root = found.optimizers[0].denominator(p)
     assert (root < found.optimizers[0].frozen.denominators()[p]).any()
-    # Torch's AdamW takes the step that ours would, by a momentum that it corrects by fewer steps.
-    torch.testing.assert_close(saved[0] / root / (1 - BETA**START), momentum / floored / (1 - BETA**STEPS))
+    # Torch's AdamW corrects it, and then takes the step that ours has taken.
+    torch.testing.assert_close(saved[0] / root / (1 - BETA**START), momentum / floored)
 
 
 def test_another_spec_takes_the_momentum_over() -> None:

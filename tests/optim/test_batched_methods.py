@@ -40,7 +40,7 @@ class Training:
     def state(self) -> list[Tensor]:
         wires = [x for wire in self.workers.wires for x in wire.state_dict().values()]
         states = [each for own in self.optimizers for each in own.state_dict()["state"].values()]
-        moments = [torch.as_tensor(x) for each in states for _, x in sorted(each.items())]
+        moments = [x for each in states for _, x in sorted(each.items())]
         return [*wires, *moments, *(p for model in self.models for p in model.parameters())]
 
 

@@ -113,7 +113,7 @@ def _addends(device: torch.device) -> Tensor:
 
 @cached_on_device(16)
 def _sums(lacking: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the ranges of such sums end, and what each of them means; the last one is nan."""
+    """Where the ranges of such sums end, and what each of them means; the last one is nan. Sums are whole numbers."""
     ends = [-0.5, 0.5, lacking - 0.5, torch.finfo(torch.float32).max, torch.inf]
     meanings = [CORRUPT, 0, MISSING, MISSING | ALL_MISSING, NONFINITE, UNSUPPORTED]
     return torch.tensor(ends, device=device), torch.tensor(meanings, dtype=torch.uint8, device=device)

@@ -125,17 +125,16 @@ class AdamWMoments:
             self._store(lane, state)
 
     def _store(self, lane: Lane, state: LaneState) -> None:
-        """Write the common momentum, rescaled so that AdamW takes the same step: its denominators have no floor.
+        """Write the common momentum, rescaled so that AdamW takes the same step: it corrects its momentum.
 
-        And it corrects momentum by the number of steps that have measured the variance.
-
-        Without that, momentum would become very large where the variance is nearly zero: one bit has noise there, too.
+        And its denominators have no floor, so that momentum would become very large where the variance is nearly zero:
+        one bit has noise there, too.
         Where each rank has a momentum of its own, all begin with zeros: AdamW's is as old as its frozen variance.
         """
         is_shared = lane.feedback.memories["momentum"] == "same"
         units = dict(self._views(lane, state, _DENOMINATOR)) if not lane.feedback.divides else {}
         for p, momentum in self._views(lane, state, "momentum"):
-            root = self.optimizer.denominator(p).mul_(self.optimizer.direction(p) * self.optimizer.rebias(p))
+            root = self.optimizer.denominator(p).mul_(self.optimizer.unbias(p))
             common = momentum / units.get(p, 1.0) * root if is_shared else torch.zeros_like(momentum)
             self.optimizer.state[p]["exp_avg"].copy_(common)
 
@@ -149,7 +148,9 @@ class AdamWMoments:
         before = state.tensors[_DENOMINATOR].clone()
         self._check_measured(lane)
         for name, place in lane.slices.items():
-            denominator, momentum = self.optimizer.freeze(self.wire.parameters[name], lane.feedback.floor)
+            p = self.wire.parameters[name]
+            denominator = self.optimizer.denominator(p, lane.feedback.floor).flatten()
+            momentum = self.optimizer.state[p]["exp_avg"].flatten().float() / self.optimizer.unbias(p)
             state.tensors[_DENOMINATOR][place] = denominator
             state.tensors["momentum"][place] = momentum / denominator if lane.feedback.divides else momentum
         if lane.refreshes_per_interval and lane.feedback.divides:

@@ -3,10 +3,11 @@
 A method such as ``onebit_adam`` freezes the variance and sends momentum instead of gradients. From then on, ``p.grad``
 holds momentum, in units of gradients, and the wire gives the frozen denominators. Such a parameter is updated by
 
-    p = p - lr * weight_decay * p - lr / (1 - beta1^t) * p.grad / denominator
+    p = p - lr * weight_decay * p - lr * p.grad / denominator
 
-where t counts all steps. The state's ``step`` counts those that have measured the variance, by which torch corrects its
-bias, and ``momentum_steps`` those since: so nothing has to be done to a frozen variance, which is not even read.
+The momentum that a wire takes over is corrected for its beginning with zeros, and needs no correction later. The
+state's ``step`` counts the steps that have measured the variance, by which torch corrects its bias. So nothing has to
+be done to a frozen variance, which is not even read.
 
 All other parameters are updated as by ``torch.optim.AdamW``, and without a wire all of them are. Momentum is compressed
 by `feedback/common_momentum.py` and `feedback/preconditioned_momentum.py`; `integrations/adamw_moments.py` freezes
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 
 from gradwire.kernels.apply_momentum import Applied, apply_momentum_
 
-_MOMENTUM_STEPS = "momentum_steps"  # in the state: how often momentum was applied to a frozen variance
 _torch_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks, which run around our own step
 
 
@@ -73,27 +73,16 @@ class AdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._known = None  # numbers of steps are others
+        self._known = None  # groups are others
 
     def direction(self, p: nn.Parameter) -> float:
         """-1 where the loss is maximized: there, torch keeps the momentum of negative gradients."""
         return -1.0 if self._group_of(p)["maximize"] else 1.0
 
-    def freeze(self, p: nn.Parameter, floor: float) -> tuple[Tensor, Tensor]:
-        """Denominators and momentum, flat and in float32; steps that apply momentum are counted from here on."""
-        denominator = self.denominator(p, floor).flatten()
-        self.state[p][_MOMENTUM_STEPS] = 0
-        return denominator, self.state[p]["exp_avg"].flatten().float() * self.direction(p)
-
-    def momentum_steps(self, p: nn.Parameter) -> int:
-        """How often momentum was applied since the variance was frozen."""
-        steps: int = self.state[p].get(_MOMENTUM_STEPS, 0)
-        return steps
-
-    def rebias(self, p: nn.Parameter) -> float:
-        """What makes of momentum that has seen all steps one that torch, which knows of fewer, corrects alike."""
-        group, measured = self._group_of(p), float(self.state[p]["step"])
-        return _unbias(group, measured) / _unbias(group, measured + self.momentum_steps(p))
+    def unbias(self, p: nn.Parameter) -> float:
+        """What torch divides the momentum by, which began with zeros; with the sign of `direction`."""
+        steps = float(self.state[p]["step"])
+        return self.direction(p) * float(1 - float(self._group_of(p)["betas"][0]) ** steps)
 
     def denominator(self, p: nn.Parameter, floor: float = 0.0) -> Tensor:
         """The root of the variance, as torch's AdamW divides by it, but no less than a share of the tensor's mean.
@@ -117,7 +106,7 @@ class AdamW(torch.optim.AdamW):
         groups = [group["params"] for group in self.param_groups] if found else []
         known, shape = self._known, [(id(x), len(x)) for x in groups]
         if known is None or known[0] is not found or shape != known[1]:
-            parts = [_Frozen.of(params, found, self.state) for params in groups]
+            parts = [_Frozen.of(params, found) for params in groups]
             self._known = known = found, shape, parts
         return known[2]
 
@@ -125,29 +114,20 @@ class AdamW(torch.optim.AdamW):
     def _apply_momentum(self, frozen: "Sequence[_Frozen]") -> None:
         scale = getattr(self, "grad_scale", None)  # a fused optimizer leaves unscaling to its step
         for group, part in zip(self.param_groups, frozen, strict=True):
-            for measured, params in part.params:
-                pairs = [(p, p.grad, part.denominators[p]) for p in params if p.grad is not None]
-                if pairs:
-                    self._apply(group, measured, pairs, scale)
-                if 0 < len(pairs) < len(params):
-                    self._known = None  # the numbers of steps differ from now on
+            pairs = [(p, p.grad, part.denominators[p]) for p in part.params if p.grad is not None]
+            if pairs:
+                self._apply(group, pairs, scale)
 
     def _apply(
-        self,
-        group: dict[str, Any],
-        measured: float,
-        pairs: "Sequence[tuple[nn.Parameter, Tensor, Tensor]]",
-        scale: Tensor | None,
+        self, group: dict[str, Any], pairs: "Sequence[tuple[nn.Parameter, Tensor, Tensor]]", scale: Tensor | None
     ) -> None:
-        """Step parameters of a group that have stepped as often: each with its momentum and its denominators."""
+        """Step parameters of a group, each with its momentum and its denominators."""
         params, grads, denominators = map(list, zip(*pairs, strict=True))
-        for p in params:
-            self.state[p][_MOMENTUM_STEPS] = self.momentum_steps(p) + 1
         if scale is not None:
             grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
         lr = float(group["lr"])
-        size = (lr if group["maximize"] else -lr) / _unbias(group, measured + self.momentum_steps(params[0]))
-        apply_momentum_(params[0], Applied(params, grads, denominators), 1 - lr * group["weight_decay"], size)
+        parts = Applied(params, grads, denominators)
+        apply_momentum_(params[0], parts, 1 - lr * group["weight_decay"], lr if group["maximize"] else -lr)
 
     def _overflown(self) -> bool:
         """Whether a GradScaler found that this step must be left out."""
@@ -159,32 +139,16 @@ class AdamW(torch.optim.AdamW):
 
 
 class _Frozen(NamedTuple):
-    """The parameters of a group whose gradients are momentum, by the number of their steps, and all others.
+    """The parameters of a group whose gradients are momentum, and all others."""
 
-    Attributes:
-        params: After the number of steps that have measured their variance.
-        others: Whose gradients are gradients.
-        denominators: Of all that are frozen.
-    """
-
-    params: list[tuple[float, list[nn.Parameter]]]
+    params: list[nn.Parameter]
     others: list[nn.Parameter]
     denominators: Mapping[nn.Parameter, Tensor]
 
     @classmethod
-    def of(
-        cls,
-        params: Sequence[nn.Parameter],
-        denominators: Mapping[nn.Parameter, Tensor],
-        states: Mapping[Tensor, dict[str, Any]],
-    ) -> "_Frozen":
-        by_steps: dict[tuple[float, int], list[nn.Parameter]] = {}
-        for p in params:
-            if p in denominators:
-                steps = float(states[p]["step"]), states[p].get(_MOMENTUM_STEPS, 0)
-                by_steps.setdefault(steps, []).append(p)
-        parts = [(measured, some) for (measured, _), some in by_steps.items()]
-        return cls(parts, [p for p in params if p not in denominators], denominators)
+    def of(cls, params: Sequence[nn.Parameter], denominators: Mapping[nn.Parameter, Tensor]) -> "_Frozen":
+        frozen, others = ([p for p in params if (p in denominators) == held] for held in (True, False))
+        return cls(frozen, others, denominators)
 
 
 @contextmanager
@@ -198,8 +162,3 @@ def _without(groups: list[dict[str, Any]], frozen: Sequence[_Frozen]) -> Iterato
     finally:
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
-
-
-def _unbias(group: Mapping[str, Any], steps: float) -> float:
-    """What torch divides a momentum by that began with zeros so many steps ago."""
-    return float(1 - float(group["betas"][0]) ** steps)

@@ -128,17 +128,8 @@ class _Selection:
         p, tiles, (vectors, rule, numbers, how) = self.plan, self.plan.grid, read
         facts = (self.facts, rule, numbers, how, *form(*vectors))
         sampled = (
-            p.sampled,
-            p.table,
-            p.chunk_segment,
-            scratch.state,
-            scratch.coarse,
-            *numbers,
-            rule,
-            how,
-            p.run,
-            BLOCK,
-        )
+            p.sampled, p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, rule, how, p.run, BLOCK,
+        )  # fmt: skip
         for kernel in (sample, refine):
             launch(kernel, p.sampled.numel(), facts, vectors, sampled, **_SAMPLE[p.run])
         marked = (

@@ -77,7 +77,8 @@ _recent: dict[Any, tuple[Any, Any, "SelectionPlan"]] = {}  # by identity: hashin
 _PLANS = 256  # that are kept
 _SMALL = 2048  # entries of a small segment
 _MANY = 16  # of so many entries one or more: the segment is dense
-_SEVERAL = 256  # of so many entries one or more: a short sample has enough of those that are selected
+_SEVERAL = 256  # of so many entries one or more, and
+_ENOUGH = 16  # of those that are selected in a short sample: then it suffices
 
 
 class Scratch(NamedTuple):
@@ -150,9 +151,11 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
     columns = (*budgets, row[:-1], row[1:], before(chunks), chunks, kind)
     table = torch.zeros(len(lengths), COLUMNS.value, dtype=torch.int64)
     table[:, : len(columns)] = torch.stack(columns, 1)
-    short = bool(((_SEVERAL * count > size) & ~dense | (kind == SMALL.value) | (count == 0)).all())
+    runs = torch.minimum(chunks, torch.tensor(SAMPLED.value)) * ROWS.value
+    many = (_SEVERAL * count > size) & (count * runs * SHORT_RUN >= _ENOUGH * size)
+    short = bool((many & ~dense | (kind == SMALL.value) | (count == 0)).all())
     run = SHORT_RUN if short else LONG_RUN
-    taken = torch.minimum(chunks, torch.tensor(SAMPLED.value)) * ROWS.value * run
+    taken = runs * run
     segment = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(chunks)
     mine = torch.arange(segment.numel(), dtype=torch.int32) - before(chunks)[segment]
     return SelectionPlan(
