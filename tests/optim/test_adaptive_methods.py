@@ -701,6 +701,7 @@ def test_a_start_by_the_length_of_the_training(spec: str, given: str, start: int
     assert gradwire.method(spec.format(given).replace(", )", ")")).gradient_steps == start
 
 
-def test_a_training_has_steps() -> None:
-    with pytest.raises(ValueError, match="steps=0 must be"):
-        gradwire.method("onebit_adam(steps=0)")
+@pytest.mark.parametrize("given", ["steps=0", "steps=300.5", "start=0.15", "start=-1"])
+def test_a_start_and_a_training_have_whole_steps(given: str) -> None:
+    with pytest.raises(ValueError, match=f"{given} must be"):
+        gradwire.method(f"onebit_adam({given})")

@@ -24,8 +24,8 @@ def told(command: str, *settings: str) -> str:
     [
         (
             ("train.iterations=360", "sync.spec=onebit_adam(start=1000)", *ADAMW),
-            "the start of sync.spec takes 1,000 of 360 steps, so that the training never leaves it; write a "
-            "shorter one, such as start=100, into sync.spec: 15 % of the training, but no fewer than 100 steps",
+            "the start of sync.spec takes 1,000 of 360 steps, so that the training never leaves it; write "
+            "start=100 into sync.spec: 15 % of the training, but no fewer than 100 steps",
         ),
         (
             ("train.iterations=60", "sync.rules=[{name='*.weight', spec='zero_one_adam(start=100)'}]", *ADAMW),
@@ -34,13 +34,13 @@ def told(command: str, *settings: str) -> str:
         ),
         (
             ("train.iterations=5000", "sync.spec=onebit_adam", *ADAMW),
-            "the start of sync.spec takes 256 of 5,000 steps, which is 5.1 %; in onebit_adam, one of 5 % and less cost "
-            "3 to 5 % of the loss; write a longer one, such as start=750, into sync.spec: 15 % of the training",
+            "the start of sync.spec takes 256 of 5,000 steps, which is 5.1 %; with onebit_adam, one of 5 % and less "
+            "cost 3 to 5 % of the loss, and one of 10 % up to 2 %; write start=750 into sync.spec: 15 %",
         ),
         (
             ("train.iterations=40", "local.spec=sparseloco(H=5, start=40)"),
-            "the start of local.spec takes 40 of 40 steps, so that the training never leaves it; write a "
-            "shorter one, such as start=6, into local.spec: 15 % of the training",
+            "the start of local.spec takes 40 of 40 steps, so that the training never leaves it; write "
+            "start=6 into local.spec: 15 % of the training",
         ),
     ],
 )

@@ -11,10 +11,10 @@ from gradwire.integrations.trainer_warnings import warn_of_start
 @pytest.mark.parametrize(
     ("max_steps", "measures", "advice"),
     [
-        (250, True, "such as start=100, into the spec: 15 % of the training, but no fewer than 100 steps"),
-        (1000, True, "such as start=150, into the spec"),
+        (250, True, "write start=100 into the spec: 15 % of the training, but no fewer than 100 steps"),
+        (1000, True, "write start=150 into the spec"),
         (60, True, "no fewer than 100 steps: train for longer, or take int4, which has no start"),
-        (60, False, "such as start=9, into the spec: 15 % of the training$"),
+        (60, False, "write start=9 into the spec: 15 % of the training$"),
     ],
 )
 def test_a_start_that_is_all_of_the_training(max_steps: int, measures: bool, advice: str) -> None:
@@ -25,9 +25,11 @@ def test_a_start_that_is_all_of_the_training(max_steps: int, measures: bool, adv
 
 def test_a_start_that_is_too_short_for_a_variance() -> None:
     with pytest.warns(
-        UserWarning, match=r"takes 256 of 20,000 steps, which is 1\.3 %.*start=3000, into the spec: 15 %"
+        UserWarning, match=r"takes 256 of 20,000 steps, which is 1\.3 %.*write start=3000 into the spec: 15 %"
     ):
         warn_of_start(256, 20_000, "onebit_adam")
+    with pytest.warns(UserWarning, match=r"takes 5 of 100 steps.*train for longer, or take int4"):
+        warn_of_start(5, 100, "onebit_adam(start=5)")
 
 
 @pytest.mark.parametrize(

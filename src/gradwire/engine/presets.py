@@ -144,8 +144,12 @@ def dgc_adam(
 
 def _start_of(start: int | None, steps: int | None) -> int:
     """The steps of a start that measures a variance: as they are given, or by the length of the training."""
-    if steps is not None and steps < 1:
+    if steps is not None and not (isinstance(steps, int) and steps > 0):
         raise ValueError(f"steps={steps} must be how many steps the training has; leave it out where that is not known")
+    if start is not None and not (isinstance(start, int) and start >= 0):
+        raise ValueError(
+            f"start={start} must be a number of steps; for a share of the training write steps=, its length"
+        )
     if start is not None:
         return start
     return _USUAL_START if steps is None else max(FEWEST_START, round(START_SHARE * steps))

@@ -61,8 +61,9 @@ def _check_lane(optimizer: AdamW, parameters: Mapping[str, nn.Parameter], lane: 
         if float(found[0]) != beta:
             raise ValueError(
                 f"{spec} has beta={beta}, but AdamW has betas={found} for {name!r}; give both the same, and groups "
-                "with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*'); a "
-                "scheduler must not change them, as OneCycleLR does without cycle_momentum=False"
+                f"with other betas a rule of their own, gradwire.Rule('onebit_adam(start={lane.gradient_steps}, "
+                f"beta={found[0]})', name={name!r}); a scheduler must not change them, as OneCycleLR does without "
+                "cycle_momentum=False"
             )
     if any(exchange.delays for _, _, exchange in lane.step_table):
         raise ValueError(

@@ -42,12 +42,12 @@ def start_problem(start: int, max_steps: float, what: str, where: str, measures:
     share = max(fewest, round(START_SHARE * max_steps))
     rule = f"{100 * START_SHARE:.0f} % of the training" + f", but no fewer than {fewest} steps" * measures
     told = f"the start of {what} takes {start:,} of {max_steps:,.0f} steps"
-    say = f"such as start={share}, into {where}: {rule}"
-    if start < max_steps:
-        short = measures and start < _SHORT * max_steps
-        cost = "in onebit_adam, one of 5 % and less cost 3 to 5 % of the loss"
-        return f"{told}, which is {100 * start / max_steps:.2g} %; {cost}; write a longer one, {say}" * short
-    remedy = f"write a shorter one, {say}"
+    remedy = f"write start={share} into {where}: {rule}"
     if share > max(1, max_steps / 2):
         remedy = f"a start should be {rule}: train for longer, or take int4, which has no start"
-    return f"{told}, so that the training never leaves it; {remedy}"
+    if start >= max_steps:
+        return f"{told}, so that the training never leaves it; {remedy}"
+    if measures and start < _SHORT * max_steps:
+        cost = "with onebit_adam, one of 5 % and less cost 3 to 5 % of the loss, and one of 10 % up to 2 %"
+        return f"{told}, which is {100 * start / max_steps:.2g} %; {cost}; {remedy}"
+    return ""
